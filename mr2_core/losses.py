@@ -1,0 +1,260 @@
+"""The two losses of MR2 and the module that joins them to the running statistics."""
+
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mr2_core.margins import check_law, class_margins
+from mr2_core.statistics import ClassStatistics, check_integer, check_labels, check_rows, kind, may_read
+
+STATISTICS = ("second_moment", "deviation", "centred", "relative")
+FORMS = ("printed", "relative")
+
+
+def margin_cross_entropy(logits: Tensor, labels: Tensor, margins: Tensor) -> Tensor:
+    r"""Cross-entropy at a temperature of the true class's own.
+
+    .. math:: \ell_\gamma(z, y) = -\ln\,\mathrm{softmax}_y(z/\gamma_y)
+
+    Parameters
+    ----------
+    logits : Tensor
+        [B, K].
+    labels : Tensor
+        [B], int64 in 0 … K − 1.
+    margins : Tensor
+        [K], positive.
+
+    Returns
+    -------
+    Tensor
+        Scalar: the mean over the batch.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On wrong shapes or types, and in eager mode on a CPU on wrong values.
+
+    References
+    ----------
+    The logit loss ℓ_{γ,ce} of arXiv 2602.00205.
+    """
+    check_rows("logits", logits)
+    check_labels(labels, *logits.shape)
+    if not isinstance(margins, Tensor) or not margins.is_floating_point():
+        raise TypeError(f"margins has type {kind(margins)}; expected a floating-point tensor [{logits.shape[1]}].")
+    if margins.shape != logits.shape[1:]:
+        raise ValueError(f"margins has shape {list(margins.shape)}; expected [{logits.shape[1]}], one margin a class.")
+    if may_read(margins) and not ((margins > 0) & margins.isfinite()).all():
+        raise ValueError("margins holds numbers that are not positive and finite; class_margins gives ones that are.")
+    return F.cross_entropy(logits / margins[labels][:, None], labels)
+
+
+def representation_loss(features: Tensor, labels: Tensor, mean_deviation: Tensor, form: str = "printed") -> Tensor:
+    r"""Pull together the pairs of a class that lie further apart than the average class is wide.
+
+    With the positives :math:`P_i = \{j \ne i : y_j = y_i\}` and :math:`d_{ij}^2 = \lVert\varphi_i-\varphi_j\rVert^2`,
+    over the distinct pairs of a class :math:`d^2` averages :math:`2\lVert\hat s\rVert^2\,n/(n-1)`, hence the margin
+    :math:`2\bar s`:
+
+    .. math::
+
+        \text{printed:}\quad  & \ln\Bigl[1 + \sum_{j\in P_i} e^{\,d_{ij}^2 - 2\bar s}\Bigr] \\
+        \text{relative:}\quad & \ln\Bigl[1 + \frac{1}{|P_i|}\sum_{j\in P_i} e^{\,d_{ij}^2/\bar s - 2}\Bigr]
+
+    Parameters
+    ----------
+    features : Tensor
+        [B, D].
+    labels : Tensor
+        [B], int64.
+    mean_deviation : Tensor
+        Scalar: s̄, the mean over classes of the mean squared Euclidean deviation; a constant to the gradient.
+    form : {"printed", "relative"}
+        ``printed`` is the formula of arXiv 2602.00205, averaged over all anchors: one without a positive counts as 0.
+        ``relative`` does not change when the features are rescaled, nor with the number of positives, and averages over
+        the anchors that have one. It is 0 while s̄ is 0, when there is no scale to compare with.
+
+    Returns
+    -------
+    Tensor
+        Scalar, float32 or wider.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On wrong shapes, types or form, and in eager mode on a CPU on values that are negative or not finite.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; expected one of {', '.join(FORMS)}.")
+    check_rows("features", features)
+    check_labels(labels, len(features))
+    mean_deviation = torch.as_tensor(mean_deviation, device=features.device).detach()
+    if mean_deviation.ndim or (may_read(mean_deviation) and not 0 <= mean_deviation < torch.inf):
+        raise ValueError(f"mean_deviation is {mean_deviation.tolist()}; expected a scalar, finite and at least 0.")
+    with torch.autocast(features.device.type, enabled=False):
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        # Distances do not depend on the origin; at the batch's own centre the expanded square cancels least.
+        features = features - features.mean(dim=0).detach()
+        square = features.square().sum(dim=1)
+        distance = (square[:, None] + square - 2 * features @ features.T).clamp(min=0)
+
+    positive = labels[:, None] == labels
+    positive = positive & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    if form == "printed":
+        exponent = distance - 2 * mean_deviation
+    else:
+        scale = torch.where(mean_deviation > 0, mean_deviation, torch.inf)
+        exponent = distance / scale - 2 - positive.sum(dim=1, keepdim=True).clamp(min=1).log()
+    # logsumexp over [0, exponents] is ln(1 + Σ exp), without overflow; an anchor without a positive gives ln 1 = 0.
+    by_anchor = F.pad(exponent.masked_fill(~positive, -torch.inf), (1, 0)).logsumexp(dim=1)
+    if form == "printed":
+        return by_anchor.mean()
+    anchors = positive.any(dim=1)
+    return torch.where(mean_deviation > 0, by_anchor.sum() / anchors.sum().clamp(min=1), 0)
+
+
+class MR2Output(NamedTuple):
+    """What :class:`MR2Loss` returns: ``total = logit + representation_weight * representation``, three scalars."""
+
+    total: Tensor
+    logit: Tensor
+    representation: Tensor
+
+
+class MR2Loss(nn.Module):
+    r"""Margin cross-entropy with margins from running class statistics, plus the representation loss.
+
+    In ``train()`` mode a call first updates the statistics, then uses the updated margins and s̄ as constants. In
+    ``eval()`` mode nothing moves. Before any update the margins are c̄ and the representation term is 0.
+
+    Parameters
+    ----------
+    num_classes, feature_dim : int
+        K and D.
+    mean_margin : float
+        c̄ > 0.
+    representation_weight : float
+        λ ≥ 0. With 0 the pairs are not even computed, and ``representation`` is 0.
+    decay, p : float
+        Of :class:`ClassStatistics`.
+    statistic : {"second_moment", "deviation", "centred", "relative"}
+        What the margins grow with: :math:`a_k=\lVert\hat\mu_k\rVert^2+\lVert\hat s_k\rVert^2` (the paper's);
+        :math:`\lVert\hat s_k\rVert^2`; :math:`\lVert\hat\mu_k-\hat\mu_G\rVert^2+\lVert\hat s_k\rVert^2` about the mean
+        of the class means; :math:`\lVert\hat s_k\rVert^2/\lVert\hat\mu_k\rVert^2`.
+    exponent : float
+        1/3 in Corollary 1.
+    representation : {"relative", "printed"}
+        The form of :func:`representation_loss`.
+    warmup : int
+        Calls in ``train()`` mode for which the margins stay c̄ while the statistics settle: classes seen once report no
+        deviation, so that margins from ``deviation`` or ``relative`` alone diverge in the first epochs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is outside its range.
+
+    Examples
+    --------
+    >>> loss = MR2Loss(num_classes=100, feature_dim=512)
+    >>> features = torch.randn(8, 512, requires_grad=True)
+    >>> logits, labels = features[:, :100], torch.arange(8) % 4
+    >>> loss(logits, features, labels).total.backward()
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        feature_dim: int,
+        *,
+        mean_margin: float = 1.0,
+        representation_weight: float = 0.1,
+        decay: float = 0.9,
+        p: float = 2.0,
+        statistic: str = "second_moment",
+        exponent: float = 1 / 3,
+        representation: str = "relative",
+        warmup: int = 0,
+    ):
+        super().__init__()
+        check_law(mean_margin, exponent)
+        check_integer("warmup", warmup, 0)
+        if not (isinstance(representation_weight, Real) and 0 <= representation_weight < float("inf")):
+            raise ValueError(
+                f"representation_weight is {representation_weight!r}; expected a finite number, at least 0."
+            )
+        if statistic not in STATISTICS:
+            raise ValueError(f"statistic is {statistic!r}; expected one of {', '.join(STATISTICS)}.")
+        if representation not in FORMS:
+            raise ValueError(f"representation is {representation!r}; expected one of {', '.join(FORMS)}.")
+        self.mean_margin, self.representation_weight = mean_margin, representation_weight
+        self.statistic, self.exponent, self.representation = statistic, exponent, representation
+        self.statistics = ClassStatistics(num_classes, feature_dim, decay=decay, p=p)
+        self.warmup = warmup
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    @classmethod
+    def paper(cls, num_classes: int, feature_dim: int, **changes) -> "MR2Loss":
+        """The printed setting: γ from the second moment to the power 1/3, the printed pairs, λ = 0.1, β = 0.9.
+
+        The paper tunes c̄ and λ by data set; pass ``mean_margin`` and ``representation_weight`` to do the same.
+        """
+        printed = {
+            "statistic": "second_moment",
+            "exponent": 1 / 3,
+            "representation": "printed",
+            "representation_weight": 0.1,
+            "decay": 0.9,
+        }
+        return cls(num_classes, feature_dim, **(printed | changes))
+
+    @property
+    def class_statistic(self) -> Tensor:
+        """[K]: the statistic that the margins grow with."""
+        moments = self.statistics
+        if self.statistic == "second_moment":
+            return moments.spread
+        if self.statistic == "deviation":
+            return moments.p_deviation
+        if self.statistic == "centred":
+            centre = moments.mean.sum(dim=0) / moments.seen.sum().clamp(min=1)  # unseen means are 0
+            return moments.square(moments.mean - centre) + moments.p_deviation
+        # A mean within rounding error of 0 is taken for that error, so that the ratio stays finite.
+        least = torch.finfo(torch.float32)
+        square = torch.maximum(moments.square(moments.mean), least.eps * moments.p_deviation)
+        return moments.p_deviation / square.clamp(min=least.tiny)
+
+    @property
+    def margins(self) -> Tensor:
+        """[K]: the margins that the present statistics ask for, c̄ during the warm-up."""
+        margins = class_margins(
+            self.class_statistic, mean_margin=self.mean_margin, exponent=self.exponent, seen=self.statistics.seen
+        )
+        return torch.where(self.updates > self.warmup, margins, self.mean_margin)
+
+    @property
+    def mean_deviation(self) -> Tensor:
+        """Scalar: s̄, the Euclidean deviation averaged over the classes that have one (one example has none)."""
+        deviation = self.statistics.deviation
+        return deviation.sum() / (deviation > 0).sum().clamp(min=1)
+
+    logit_loss = staticmethod(margin_cross_entropy)
+
+    def forward(self, logits: Tensor, features: Tensor, labels: Tensor) -> MR2Output:
+        """Return the three scalars of :class:`MR2Output` for logits [B, K], features [B, D] and labels [B]."""
+        check_rows("logits", logits, width=self.statistics.num_classes)
+        check_labels(labels, *logits.shape)
+        check_rows("features", features, len(logits), self.statistics.feature_dim)
+        if self.training:
+            self.statistics.update(features.detach(), labels)
+            self.updates += 1
+        logit = self.logit_loss(logits, labels, self.margins)
+        if self.representation_weight == 0:
+            return MR2Output(logit, logit, torch.zeros_like(logit))
+        pairs = representation_loss(features, labels, self.mean_deviation, self.representation)
+        pairs = torch.where(self.statistics.seen.any(), pairs, 0)
+        return MR2Output(logit + self.representation_weight * pairs, logit, pairs)

@@ -1,0 +1,88 @@
+"""Training methods by name: each a loss module with the signature of :class:`MR2Loss`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mr2_core.losses import MR2Loss, MR2Output
+
+
+class ERM(nn.Module):
+    """Empirical risk minimisation: cross-entropy, with optional label smoothing (Szegedy et al. 2016)."""
+
+    def __init__(self, num_classes: int, feature_dim: int, *, label_smoothing: float = 0.0):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: Tensor, features: Tensor, labels: Tensor) -> MR2Output:
+        """Return the loss as ``total`` and ``logit``; the representation term is 0."""
+        loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+        return MR2Output(loss, loss, torch.zeros_like(loss))
+
+
+class UniformMargins(MR2Loss):
+    """One margin c̄ for every class: a temperature, which is to say a learning rate, and so the control of every γ."""
+
+    def __init__(self, num_classes: int, feature_dim: int, *, mean_margin: float = 1.0, **changes):
+        super().__init__(
+            num_classes, feature_dim, mean_margin=mean_margin, exponent=0.0, representation_weight=0.0, **changes
+        )
+
+
+class WeightedMR2(MR2Loss):
+    """Each example's margin loss weighted by γ_y/c̄, which makes the per-class temperature Fisher-consistent again."""
+
+    def logit_loss(self, logits: Tensor, labels: Tensor, margins: Tensor) -> Tensor:
+        """Weighted mean of the margin cross-entropy."""
+        each = F.cross_entropy(logits / margins[labels][:, None], labels, reduction="none")
+        return (margins[labels] / self.mean_margin * each).mean()
+
+
+class PlaceboMR2(MR2Loss):
+    """MR2 whose margins are dealt to the wrong classes, by one permutation for the whole run."""
+
+    def __init__(self, num_classes: int, feature_dim: int, *, permutation_seed: int = 0, **changes):
+        super().__init__(num_classes, feature_dim, **changes)
+        generator = torch.Generator().manual_seed(permutation_seed)
+        self.register_buffer("permutation", torch.randperm(num_classes, generator=generator))
+
+    @property
+    def margins(self) -> Tensor:
+        """[K]: another class's margin."""
+        return super().margins[self.permutation]
+
+
+class Method(NamedTuple):
+    """A row of the registry."""
+
+    build: type[nn.Module]
+    paper: str
+    year: int
+
+
+METHODS = {
+    "erm": Method(ERM, "Vapnik, Principles of risk minimization for learning theory", 1991),
+    "uniform": Method(UniformMargins, "control: one margin for all classes", 2026),
+    "mr2": Method(MR2Loss, "Margin regularization for performance disparity reduction, arXiv 2602.00205", 2026),
+    "mr2-paper": Method(MR2Loss.paper, "the same, as printed", 2026),
+    "mr2-weighted": Method(WeightedMR2, "ablation: margin loss weighted by the margin", 2026),
+    "mr2-placebo": Method(PlaceboMR2, "control: margins permuted over classes", 2026),
+}
+
+
+def build_method(name: str, num_classes: int, feature_dim: int, **hyperparameters) -> nn.Module:
+    """Build a method's loss by name.
+
+    Raises
+    ------
+    ValueError
+        On an unknown name, and on hyperparameters the method does not have.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method is {name!r}; expected one of {', '.join(METHODS)}.")
+    try:
+        return METHODS[name].build(num_classes, feature_dim, **hyperparameters)
+    except TypeError as error:
+        raise ValueError(f"method {name!r} does not accept these hyperparameters: {error}.") from error

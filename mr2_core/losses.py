@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mr2_core.margins import check_law, class_margins
-from mr2_core.statistics import ClassStatistics, check_integer, check_labels, check_rows, kind, may_read
+from mr2_core.statistics import ClassStatistics, check_integer, check_labels, check_rows, extremes, kind, squared_norm
 
 STATISTICS = ("second_moment", "deviation", "centred", "relative")
 FORMS = ("printed", "relative")
@@ -48,8 +48,8 @@ def margin_cross_entropy(logits: Tensor, labels: Tensor, margins: Tensor) -> Ten
         raise TypeError(f"margins has type {kind(margins)}; expected a floating-point tensor [{logits.shape[1]}].")
     if margins.shape != logits.shape[1:]:
         raise ValueError(f"margins has shape {list(margins.shape)}; expected [{logits.shape[1]}], one margin a class.")
-    if may_read(margins) and not ((margins > 0) & margins.isfinite()).all():
-        raise ValueError("margins holds numbers that are not positive and finite; class_margins gives ones that are.")
+    if (found := extremes(margins)) and not 0 < found[0] <= found[1] < torch.inf:
+        raise ValueError(f"margins lie in {found[0]} … {found[1]}; expected positive, finite numbers.")
     return F.cross_entropy(logits / margins[labels][:, None], labels)
 
 
@@ -93,28 +93,49 @@ def representation_loss(features: Tensor, labels: Tensor, mean_deviation: Tensor
     check_rows("features", features)
     check_labels(labels, len(features))
     mean_deviation = torch.as_tensor(mean_deviation, device=features.device).detach()
-    if mean_deviation.ndim or (may_read(mean_deviation) and not 0 <= mean_deviation < torch.inf):
-        raise ValueError(f"mean_deviation is {mean_deviation.tolist()}; expected a scalar, finite and at least 0.")
+    if mean_deviation.ndim:
+        raise ValueError(f"mean_deviation has shape {list(mean_deviation.shape)}; expected a scalar.")
+    if (found := extremes(mean_deviation)) and not 0 <= found[0] < torch.inf:
+        raise ValueError(f"mean_deviation is {found[0]}; expected a finite number of at least 0.")
     with torch.autocast(features.device.type, enabled=False):
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         # Distances do not depend on the origin; at the batch's own centre the expanded square cancels least.
-        features = features - features.mean(dim=0).detach()
-        square = features.square().sum(dim=1)
-        distance = (square[:, None] + square - 2 * features @ features.T).clamp(min=0)
+        distance = SquaredDistances.apply(features - features.mean(dim=0).detach())
 
-    positive = labels[:, None] == labels
-    positive = positive & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    same = labels[:, None] == labels
+    positives = same.sum(dim=1, keepdim=True) - 1
     if form == "printed":
         exponent = distance - 2 * mean_deviation
     else:
         scale = torch.where(mean_deviation > 0, mean_deviation, torch.inf)
-        exponent = distance / scale - 2 - positive.sum(dim=1, keepdim=True).clamp(min=1).log()
-    # logsumexp over [0, exponents] is ln(1 + Σ exp), without overflow; an anchor without a positive gives ln 1 = 0.
-    by_anchor = F.pad(exponent.masked_fill(~positive, -torch.inf), (1, 0)).logsumexp(dim=1)
+        exponent = distance / scale - 2 - positives.clamp(min=1).to(distance.dtype).log()
+    # ln(1 + Σ exp) as a cross-entropy, without overflow: the anchor itself, at exponent 0, stands for the 1.
+    exponent = torch.where(same, exponent, -torch.inf).fill_diagonal_(0)
+    itself = torch.arange(len(labels), device=labels.device)
     if form == "printed":
-        return by_anchor.mean()
-    anchors = positive.any(dim=1)
-    return torch.where(mean_deviation > 0, by_anchor.sum() / anchors.sum().clamp(min=1), 0)
+        return F.cross_entropy(exponent, itself)
+    anchors = (positives > 0).sum().clamp(min=1)
+    return torch.where(mean_deviation > 0, F.cross_entropy(exponent, itself, reduction="sum") / anchors, 0)
+
+
+class SquaredDistances(torch.autograd.Function):
+    """‖φ_i − φ_j‖² of all pairs, [B, D] → [B, B]; its gradient takes one matrix product, where autograd takes two."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor) -> Tensor:
+        """Expand the square."""
+        ctx.save_for_backward(rows)
+        inner = rows @ rows.T
+        square = inner.diagonal()
+        return square[:, None] + square - 2 * inner
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        """Return 2 Σ_j (g_ij + g_ji) (φ_i − φ_j)."""
+        (rows,) = ctx.saved_tensors
+        both = gradient + gradient.T
+        with torch.autocast(rows.device.type, enabled=False):
+            return 2 * (both.sum(dim=1, keepdim=True) * rows - both @ rows)
 
 
 class MR2Output(NamedTuple):
@@ -222,10 +243,10 @@ class MR2Loss(nn.Module):
             return moments.p_deviation
         if self.statistic == "centred":
             centre = moments.mean.sum(dim=0) / moments.seen.sum().clamp(min=1)  # unseen means are 0
-            return moments.square(moments.mean - centre) + moments.p_deviation
+            return squared_norm(moments.mean - centre, moments.p) + moments.p_deviation
         # A mean within rounding error of 0 is taken for that error, so that the ratio stays finite.
         least = torch.finfo(torch.float32)
-        square = torch.maximum(moments.square(moments.mean), least.eps * moments.p_deviation)
+        square = torch.maximum(squared_norm(moments.mean, moments.p), least.eps * moments.p_deviation)
         return moments.p_deviation / square.clamp(min=least.tiny)
 
     @property

@@ -5,7 +5,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from mr2_core.statistics import kind, may_read
+from mr2_core.statistics import extremes, kind
 
 
 def class_margins(
@@ -43,20 +43,19 @@ def class_margins(
     """
     if not isinstance(spread, Tensor) or not spread.is_floating_point():
         raise TypeError(f"spread has type {kind(spread)}; expected a floating-point tensor [K].")
-    if spread.ndim != 1:
+    if spread.ndim != 1 or len(spread) == 0:
         raise ValueError(f"spread has shape {list(spread.shape)}; expected [K], one number a class.")
     check_law(mean_margin, exponent)
-    if seen is None:
-        seen = torch.ones_like(spread, dtype=torch.bool)
-    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-        raise TypeError(f"seen has type {kind(seen)}; expected a bool tensor {list(spread.shape)}.")
-    if seen.shape != spread.shape:
-        raise ValueError(f"seen has shape {list(seen.shape)}; expected {list(spread.shape)}, as spread has.")
-    if may_read(spread) and not ((spread >= 0) & spread.isfinite() | ~seen).all():
-        raise ValueError(
-            "spread holds negative or non-finite numbers; expected squared lengths, finite and at least 0."
-        )
-    known = seen & (spread > 0)
+    if seen is not None:
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+            raise TypeError(f"seen has type {kind(seen)}; expected a bool tensor {list(spread.shape)}.")
+        if seen.shape != spread.shape:
+            raise ValueError(f"seen has shape {list(seen.shape)}; expected {list(spread.shape)}, as spread has.")
+        spread = torch.where(seen, spread, 0)
+    if (found := extremes(spread)) and not 0 <= found[0] <= found[1] < torch.inf:
+        raise ValueError(f"spread lies in {found[0]} … {found[1]}; expected finite numbers of at least 0.")
+
+    known = spread > 0
     # Logarithms and a softmax, so that no spread, however small or large, over- or underflows.
     log_power = torch.where(known, exponent * torch.where(known, spread, 1).log(), -torch.inf)
     share = torch.softmax(torch.where(known.any(), log_power, 0), dim=0)

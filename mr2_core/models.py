@@ -42,9 +42,7 @@ class Classifier(nn.Module):
 
 def conv_bn(inputs: int, outputs: int, stride: int = 1, kernel: int = 3) -> nn.Sequential:
     """Convolution without bias and batch normalisation."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
-    )
+    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs))
 
 
 class Shrink(nn.Module):
@@ -64,7 +62,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__()
-        self.residual = nn.Sequential(conv_bn(inputs, outputs, stride), nn.ReLU(inplace=True), conv_bn(outputs, outputs))
+        self.residual = nn.Sequential(
+            conv_bn(inputs, outputs, stride), nn.ReLU(inplace=True), conv_bn(outputs, outputs)
+        )
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else Shrink(outputs - inputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,9 @@ class PreActivationBlock(nn.Module):
         super().__init__()
         self.norm = nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(inplace=True))
         self.residual = nn.Sequential(
-            *conv_bn(inputs, outputs, stride), nn.ReLU(inplace=True), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+            *conv_bn(inputs, outputs, stride),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
         )
         self.shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
@@ -94,13 +96,19 @@ def pooled(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def compact_cnn() -> tuple[nn.Module, int]:
-    """A residual network for CPUs: 0.38 M parameters at 100 classes, D = 128, about 1,000 images/s a thread in bf16."""
+def compact_cnn(channels: int = 3) -> tuple[nn.Module, int]:
+    """A residual network for CPUs: 0.38 M parameters at 100 classes, D = 128; images of any even size."""
+
     def stage(inputs, outputs, stride):
         return nn.Sequential(conv_bn(inputs, outputs, stride), nn.ReLU(inplace=True))
 
     return pooled(
-        nn.PixelUnshuffle(2), stage(12, 48, 1), BasicBlock(48, 48), stage(48, 96, 2), BasicBlock(96, 96), stage(96, 128, 2)
+        nn.PixelUnshuffle(2),
+        stage(4 * channels, 48, 1),
+        BasicBlock(48, 48),
+        stage(48, 96, 2),
+        BasicBlock(96, 96),
+        stage(96, 128, 2),
     ), 128
 
 
@@ -150,6 +158,7 @@ def small_vit(image_size: int = 32) -> tuple[nn.Module, int]:
 
 BACKBONES = {
     "compact": compact_cnn,
+    "compact-grey": lambda: compact_cnn(channels=1),
     **{f"resnet{depth}": (lambda depth=depth: cifar_resnet(depth)) for depth in (20, 32, 56)},
     **{f"resnet{depth}": (lambda depth=depth: imagenet_resnet(depth)) for depth in (18, 34, 50)},
     "wrn16-4": lambda: wide_resnet(16, 4),

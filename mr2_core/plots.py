@@ -1,7 +1,7 @@
 """The book's figures: one look, one colour per method, readable on a phone, in the dark, in grey and by ear.
 
-Black means "the colour of the page's text": `show` turns it into CSS ``currentColor``, so that axes and words follow the
-light or dark theme. Data are drawn in `COLOURS`, which stand out on white and on near-black alike.
+Black means "the colour of the page's text": `show` turns it into CSS ``currentColor``, so that axes and words follow
+the light or dark theme. Data are drawn in `COLOURS`, which stand out on white and on near-black alike.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ _LOOKS = {
     "no representation loss": ("#13a95c", "^", ":", ".."),
     "weighted": ("#8e544f", "v", (0, (5, 1)), "++"),
     "placebo": ("#ca0012", "X", (0, (1, 1)), "oo"),
-    "easy": ("#03a692", "^", "-", ""),
-    "medium": ("#9453e0", "o", "--", "//"),
-    "hard": ("#9c4a00", "v", ":", "xx"),
+    "easy": ("#58a08c", "^", "-", ""),
+    "medium": ("#b352ca", "o", "--", "////"),
+    "hard": ("#9c4a00", "v", ":", ""),
 }
 COLOURS, MARKERS, LINES, HATCHES = ({name: look[i] for name, look in _LOOKS.items()} for i in range(4))
 THIRDS = ("easy", "medium", "hard")
@@ -54,6 +54,8 @@ def style():
             "grid.color": "black",
             "grid.alpha": 0.15,
             "legend.frameon": False,
+            "hatch.color": "black",
+            "hatch.linewidth": 0.6,
         }
     )
 
@@ -93,8 +95,7 @@ def figure_html(figure, *, alt, caption=None):
     plt.close(figure)
     svg = buffer.getvalue()
     prefix = "mr2-" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10] + "-"
-    used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', svg))
-    used = {name for pair in used for name in pair}
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r'(url\(|href=")#', rf"\1#{prefix}", svg)
     # A style element would apply to the whole page; black without a fill attribute inherits the root's.
@@ -103,10 +104,186 @@ def figure_html(figure, *, alt, caption=None):
     root = f'<svg role="img" aria-label="{label}" fill="currentColor" '
     root += 'style="max-width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt"'
     svg = re.sub(r"<svg([^>]*)>", lambda m: f"{root}{m[1]}><title>{label}</title>", svg, count=1)
-    text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+    text = f'<figcaption style="color:inherit">{html.escape(caption)}</figcaption>' if caption else ""
     return f'<figure class="mr2-figure" style="margin:1em 0">{svg.strip()}{text}</figure>'
 
 
 def show(figure, *, alt, caption=None):
     """Display a figure in a notebook; parameters as in `figure_html`."""
     display(HTML(figure_html(figure, alt=alt, caption=caption)))
+
+
+@style()
+def accuracy_bars(report, class_names, *, alt, caption=None, ranking=None, named=4):
+    """Accuracy of every class, sorted, with 95 % Wilson intervals, coloured by third.
+
+    Parameters
+    ----------
+    report : ClassReport
+    class_names : sequence of str [K]
+    ranking : integer array [K], optional
+        The classes, easiest first, that define the thirds; by default the report's own.
+    named : int
+        How many of the easiest and of the hardest classes to name.
+    """
+    _check_names(class_names, report)
+    order = report.ranking[report.count[report.ranking] > 0]
+    ranking = report.ranking if ranking is None else np.asarray(ranking)
+    third = np.empty(len(report.count), int)
+    for i, part in enumerate(np.array_split(ranking[report.count[ranking] > 0], 3)):
+        third[part] = i
+    figure, axes = plt.subplots(figsize=(6.4, 4.6))
+    for i, name in enumerate(THIRDS):
+        at = np.flatnonzero(third[order] == i)
+        axes.bar(
+            at, report.by_class[order][at], width=0.85, color=COLOURS[name], hatch=HATCHES[name], label=f"{name} third"
+        )
+    low, high = report.wilson()[order].T
+    axes.vlines(np.arange(len(order)), low, high, color="black", linewidth=0.8, alpha=0.6)
+    words = [f"{class_names[k]} {100 * report.by_class[k]:.0f}%" for k in order]
+    below = {"y": -0.02, "va": "top", "transform": axes.get_xaxis_transform()}
+    axes.text(-1, s="\n".join(["easiest:", *words[:named]]), **below)
+    axes.text(len(order), s="\n".join(["hardest:", *words[-named:]]), ha="right", **below)
+    axes.set(xlabel="classes, by accuracy", ylabel="accuracy", ylim=(0, 1), xlim=(-1, len(order)), xticks=[])
+    _percent(axes.yaxis)
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside upper left", ncols=3)
+    show(figure, alt=alt, caption=caption)
+
+
+@style()
+def confusion_pairs(report, class_names, *, alt, caption=None, most=12, method="ERM"):
+    """The commonest confusions, "true → predicted", as shares of the images of the true class.
+
+    Parameters
+    ----------
+    report : ClassReport
+    class_names : sequence of str [K]
+    most : int
+        How many pairs to show; pairs that never occur are left out.
+    method : str
+        Sets the colour.
+    """
+    _check_names(class_names, report)
+    rates = report.confusion / np.maximum(report.count, 1)[:, None]
+    np.fill_diagonal(rates, 0)
+    pairs = np.argsort(-rates, axis=None, kind="stable")[:most]
+    true, predicted = np.unravel_index(pairs[rates.flat[pairs] > 0], rates.shape)
+    figure, axes = plt.subplots(figsize=(6.4, 0.7 + 0.3 * len(true)))
+    labels = [f"{class_names[i]} → {class_names[j]}" for i, j in zip(true, predicted, strict=True)]
+    bars = axes.barh(labels, rates[true, predicted], color=COLOURS[method], hatch=HATCHES[method])
+    axes.bar_label(bars, fmt=lambda rate: f"{100 * rate:.0f}%", padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the true class's images")
+    _percent(axes.xaxis)
+    axes.grid(visible=False, axis="y")
+    show(figure, alt=alt, caption=caption)
+
+
+@style()
+def thirds_dumbbell(reports, ranking, *, alt, caption=None):
+    """Accuracy of the hard, medium and easy third of several methods, with 95 % bootstrap intervals.
+
+    Parameters
+    ----------
+    reports : dict of str to ClassReport
+        By method; methods named in `COLOURS` get their colour, others the text's.
+    ranking : integer array [K]
+        The classes, easiest first; it should come from runs that are not shown.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 1.3 + 0.5 * len(reports)))
+    for row, (method, report) in enumerate(reports.items()):
+        middle = report.thirds(ranking)
+        low, high = report.interval(lambda draw: draw.thirds(ranking)).T
+        colour = COLOURS.get(method, "black")
+        axes.plot([middle.min(), middle.max()], [row, row], color=colour, linewidth=1, alpha=0.5)
+        for i, name in enumerate(THIRDS):
+            axes.plot([low[i], high[i]], [row, row], color=colour, linewidth=3)
+            axes.plot(middle[i], row, MARKERS[name], color=colour, markersize=9)
+            if row == 0:
+                axes.text(middle[i], -0.4, name, ha="center", va="bottom")
+    axes.set(xlabel="accuracy", yticks=range(len(reports)), yticklabels=reports, ylim=(len(reports) - 0.5, -0.8))
+    _percent(axes.xaxis)
+    axes.grid(visible=False, axis="y")
+    show(figure, alt=alt, caption=caption)
+
+
+@style()
+def statistic_scatter(x, accuracy, xlabel, *, alt, caption=None, method="ERM"):
+    """Class accuracy against a class statistic, with Spearman's ρ and its 95 % bootstrap interval over classes.
+
+    Parameters
+    ----------
+    x, accuracy : float arrays [K]
+    xlabel : str
+        Name of the statistic; may hold ``$...$``.
+    method : str
+        Sets the colour and the marker.
+    """
+    rho, low, high = rank_correlation(x, accuracy)
+    figure, axes = plt.subplots()
+    axes.plot(x, accuracy, MARKERS[method], color=COLOURS[method], alpha=0.8)
+    axes.set_title(f"Spearman's ρ = {_signed(rho)}, 95% interval {_signed(low)} to {_signed(high)}", loc="left")
+    axes.set(xlabel=xlabel, ylabel="accuracy")
+    _percent(axes.yaxis)
+    show(figure, alt=alt, caption=caption)
+
+
+@style()
+def interval_rows(series, xlabel, *, alt, caption=None):
+    """Estimates with intervals, one row a quantity, for up to three series told apart by their markers.
+
+    Parameters
+    ----------
+    series : dict of str to dict of str to (estimate, low, high)
+        Series, then rows in the same order in each, such as results of `rank_correlation`.
+    xlabel : str
+        What the estimates measure.
+    """
+    rows = list(next(iter(series.values())))
+    figure, axes = plt.subplots(figsize=(6.4, 1.2 + (0.2 + 0.25 * len(series)) * len(rows)))
+    for i, (name, estimates) in enumerate(series.items()):
+        middle, low, high = np.transpose([estimates[row] for row in rows])
+        y = np.arange(len(rows)) + 0.25 * (i - (len(series) - 1) / 2)
+        colour = ("black", "0.5", "black")[i]
+        axes.hlines(y, low, high, color=colour, linewidth=1.5)
+        axes.plot(middle, y, "os^"[i], color=colour, label=name)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(xlabel=xlabel, yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
+    axes.grid(visible=False, axis="y")
+    if len(series) > 1:
+        figure.legend(loc="outside upper left", ncols=len(series))
+    show(figure, alt=alt, caption=caption)
+
+
+@style()
+def images_grid(images, titles, *, alt, caption=None, columns=5):
+    """Pictures with a title each, pixel for pixel.
+
+    Parameters
+    ----------
+    images : uint8 array [M, H, W, 3] or [M, H, W]
+    titles : sequence of str [M]
+    """
+    rows = -(-len(images) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(6.4, 1.6 * rows), squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, (image, title) in zip(grid.flat, zip(images, titles, strict=True), strict=False):
+        axes.imshow(image, cmap="gray", interpolation="none")  # "none" leaves the enlarging to the browser
+        axes.set_title(title)
+    show(figure, alt=alt, caption=caption)
+
+
+def _check_names(class_names, report):
+    if len(class_names) != len(report.count):
+        raise ValueError(f"got {len(class_names)} class names, expected {len(report.count)}, one for each class.")
+
+
+def _percent(axis):
+    axis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+
+
+def _signed(value):
+    """Two digits with a proper minus sign."""
+    return f"{value:+.2f}".replace("-", "−")

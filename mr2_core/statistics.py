@@ -72,13 +72,7 @@ class ClassStatistics(nn.Module):
     @property
     def spread(self) -> Tensor:
         """[K]: ‖μ̂_k‖_p² + ‖ŝ_k‖_p² (a_k for p = 2); zero for a class not seen yet."""
-        return self.square(self.mean) + self.p_deviation
-
-    def square(self, vectors: Tensor) -> Tensor:
-        """Squared p-norm of each row: [..., D] → [...]."""
-        # Of vectors of largest entry 1, so that no p-th power over- or underflows.
-        peak = vectors.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
-        return (peak.squeeze(-1) * torch.linalg.vector_norm(vectors / peak, ord=self.p, dim=-1)).square()
+        return squared_norm(self.mean, self.p) + self.p_deviation
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
@@ -100,30 +94,26 @@ class ClassStatistics(nn.Module):
         check_rows("features", features, width=self.feature_dim)
         check_labels(labels, len(features), self.num_classes)
         features = features.float()
-        finite = features.isfinite().all(dim=1)
+        finite = features.sum(dim=1).isfinite()
         features = torch.where(finite[:, None], features, 0)
 
         def class_sum(rows: Tensor) -> Tensor:
             # A sum by index is exact in float32, where a matrix product would follow autocast or TF32.
-            return rows.new_zeros(self.num_classes, rows.shape[1]).index_add(0, labels, rows)
-
-        def joined(sums: Tensor) -> Tensor:
+            sums = rows.new_zeros(self.num_classes, *rows.shape[1:]).index_add_(0, labels, rows)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(sums)
             return sums
 
-        sums = joined(class_sum(torch.cat([features, finite[:, None].float()], dim=1)))
-        count = sums[:, -1]
-        batch_mean = sums[:, :-1] / count.clamp(min=1)[:, None]
-        past = torch.where(count > 0, self.decay * self.seen.float(), 1)  # β; first batch 0; absent 1
+        count = class_sum(finite.float())
+        least_one = count.clamp(min=1)[:, None]
+        past = torch.where(count > 0, self.decay * self.seen.float(), 1)  # β; 0 in a first batch; 1 without examples
 
-        mean = torch.lerp(batch_mean, self.mean, past[:, None])
-        from_mean, shift = features - mean[labels], mean - self.mean
-        squares = torch.stack([from_mean.square().sum(dim=1), self.square(from_mean)], dim=1) * finite[:, None]
-        squares = joined(class_sum(squares)) / count.clamp(min=1)[:, None]
-
-        self.deviation.copy_(torch.lerp(squares[:, 0], self.deviation + shift.square().sum(dim=1), past))
-        self.p_deviation.copy_(torch.lerp(squares[:, 1], self.p_deviation + self.square(shift), past))
+        mean = torch.lerp(class_sum(features) / least_one, self.mean, past[:, None])
+        shift, from_mean = mean - self.mean, features - mean[labels]
+        squares = torch.stack([squared_norm(from_mean), squared_norm(from_mean, self.p)], dim=1)
+        squares = class_sum(finite[:, None] * squares) / least_one
+        self.deviation.copy_(torch.lerp(squares[:, 0], self.deviation + squared_norm(shift), past))
+        self.p_deviation.copy_(torch.lerp(squares[:, 1], self.p_deviation + squared_norm(shift, self.p), past))
         self.mean.copy_(mean)
         self.seen.logical_or_(count > 0)
 
@@ -140,14 +130,25 @@ class ClassStatistics(nn.Module):
         return f"num_classes={self.num_classes}, feature_dim={self.feature_dim}, decay={self.decay}, p={self.p}"
 
 
+def squared_norm(vectors: Tensor, p: float = 2.0) -> Tensor:
+    """‖·‖_p² of each row: [..., D] → [...]."""
+    if p == 2:
+        return torch.linalg.vector_norm(vectors, dim=-1).square()
+    # The norm of vectors of largest entry 1, so that no p-th power over- or underflows.
+    peak = vectors.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    return (peak.squeeze(-1) * torch.linalg.vector_norm(vectors / peak, ord=p, dim=-1)).square()
+
+
 def kind(value) -> str:
     """Say what a refused argument is: a tensor's dtype, else the name of its type."""
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def may_read(tensor: Tensor) -> bool:
-    """Whether checks may look at values: doing so would stall an accelerator and break a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+def extremes(tensor: Tensor) -> tuple[float, float] | None:
+    """Least and largest value (NaN if one is), for checks; None where looking would stall a GPU or break a graph."""
+    if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        return tuple(value.item() for value in tensor.aminmax())
+    return None
 
 
 def check_integer(name: str, value: int, least: int) -> None:
@@ -167,7 +168,7 @@ def check_rows(name: str, rows: Tensor, batch: int | None = None, width: int | N
         raise ValueError(f"{name} has shape {list(rows.shape)}; expected {expected}.")
     if len(rows) == 0:
         raise ValueError(f"{name} has shape {list(rows.shape)}; expected at least one row.")
-    if may_read(rows) and not rows.isfinite().all():
+    if (found := extremes(rows)) and not -torch.inf < found[0] <= found[1] < torch.inf:
         raise ValueError(f"{name} holds NaN or infinite values; expected finite ones: has the learning rate diverged?")
 
 
@@ -177,5 +178,5 @@ def check_labels(labels: Tensor, batch: int, num_classes: int | None = None) -> 
         raise TypeError(f"labels has type {kind(labels)}; expected class indices, an int64 tensor [{batch}].")
     if labels.shape != (batch,):
         raise ValueError(f"labels has shape {list(labels.shape)}; expected [{batch}], one class index for each row.")
-    if num_classes is not None and may_read(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
-        raise ValueError(f"labels lie in {labels.min()} … {labels.max()}; expected 0 … {num_classes - 1}.")
+    if num_classes and (found := extremes(labels)) and not 0 <= found[0] <= found[1] < num_classes:
+        raise ValueError(f"labels lie in {found[0]} … {found[1]}; expected 0 … {num_classes - 1}.")

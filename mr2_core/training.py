@@ -65,7 +65,7 @@ class Settings:
 
 
 def stream(seed: int, name: str, *position: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator for one purpose at one place of a run, so that arms with one seed are paired and nothing needs saving."""
+    """A generator for one purpose at one place of a run: arms of one seed stay paired, and nothing needs saving."""
     state = np.random.SeedSequence([seed, STREAMS[name], *position]).generate_state(1, np.uint64)[0]
     return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
 
@@ -89,9 +89,13 @@ class BatchLoader:
         By channel, on the scale 0 … 1.
     """
 
-    def __init__(self, images, labels, *, batch_size, augment=(), seed=0, device="cpu", mean=CIFAR100_MEAN, std=CIFAR100_STD):
+    def __init__(
+        self, images, labels, *, batch_size, augment=(), seed=0, device="cpu", mean=CIFAR100_MEAN, std=CIFAR100_STD
+    ):
         if len(images) != len(labels) or len(images) == 0:
-            raise ValueError(f"images has {len(images)} entries and labels {len(labels)}; expected as many of each, at least one.")
+            raise ValueError(
+                f"images has {len(images)} entries and labels {len(labels)}; expected as many of each, at least one."
+            )
         self.device, self.seed, self.augment = torch.device(device), seed, augment
         self.batch_size = min(batch_size, len(images))
         self.height, self.width = images.shape[1:3]
@@ -109,10 +113,14 @@ class BatchLoader:
         order = torch.randperm(len(self.labels), generator=stream(self.seed, "order", epoch)).to(self.device)
         for step in range(start, len(self)):
             chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
-            yield self.augmented(chosen, stream(self.seed, "augmentation", epoch, step, device=self.device)), self.labels[chosen]
+            yield (
+                self.augmented(chosen, stream(self.seed, "augmentation", epoch, step, device=self.device)),
+                self.labels[chosen],
+            )
 
     def augmented(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """Crop, flip and cut out whole batches: one gather, whatever the augmentation."""
+
         def draw(high: int) -> Tensor:
             return torch.randint(high, (len(chosen), 1), generator=generator, device=self.device)
 
@@ -131,8 +139,18 @@ class BatchLoader:
         return batch
 
 
+def channel_moments(images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation by channel of uint8 images [N, H, W, C], on the scale 0 … 1."""
+    levels = np.arange(256) / 255
+    shares = [np.bincount(images[..., c].ravel(), minlength=256) / images[..., c].size for c in range(images.shape[3])]
+    means = [float(share @ levels) for share in shares]
+    return tuple(means), tuple(
+        float(share @ (levels - mean) ** 2) ** 0.5 for share, mean in zip(shares, means, strict=True)
+    )
+
+
 class Normalise:
-    """uint8 [B, H, W, C] to float32 [B, C, H, W] with zero mean and unit deviation by channel, channels-last in memory."""
+    """uint8 [B, H, W, C] to standardised float32 [B, C, H, W], channels-last in memory."""
 
     def __init__(self, mean, std, device):
         mean, std = (torch.tensor(values, device=device) for values in (mean, std))
@@ -149,7 +167,16 @@ def autocast(device: torch.device, precision: str):
 
 
 @torch.no_grad()
-def predict(model: nn.Module, images, *, device="cpu", precision="float32", batch_size=1000, mean=CIFAR100_MEAN, std=CIFAR100_STD):
+def predict(
+    model: nn.Module,
+    images,
+    *,
+    device="cpu",
+    precision="float32",
+    batch_size=1000,
+    mean=CIFAR100_MEAN,
+    std=CIFAR100_STD,
+):
     """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode."""
     device = torch.device(device)
     was_training = model.training
@@ -231,17 +258,37 @@ def fit(
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".partial")
             torch.save(
-                {"model": model.state_dict(), "loss": loss.state_dict(), "optimizer": optimizer.state_dict(),
-                 "scaler": scaler.state_dict(), "rng": torch.get_rng_state(), "state": state},
+                {
+                    "model": model.state_dict(),
+                    "loss": loss.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scaler": scaler.state_dict(),
+                    "rng": torch.get_rng_state(),
+                    "state": state,
+                },
                 temporary,
             )
             os.replace(temporary, path)
 
+    def check_finite(values: Tensor, rate: float) -> None:
+        if not values.isfinite().all():
+            kept = f"the last good checkpoint is {path}" if state["history"] and path else "there is no checkpoint yet"
+            raise FloatingPointError(
+                f"Training became non-finite at epoch {state['epoch']}, step {state['step']}, learning rate {rate:.3g}; "
+                f"{kept}; lower the learning rate or the representation weight."
+            )
+
     steps = len(loader)
     model.train()
     loss.train()
-    bar = tqdm(total=settings.epochs * steps, initial=state["epoch"] * steps + state["step"], desc=description, unit="step",
-               disable=not progress, mininterval=1.0)
+    bar = tqdm(
+        total=settings.epochs * steps,
+        initial=state["epoch"] * steps + state["step"],
+        desc=description,
+        unit="step",
+        disable=not progress,
+        mininterval=1.0,
+    )
     with bar, stop_requested() as stop:
         while state["epoch"] < settings.epochs:
             begun = time.perf_counter()
@@ -253,6 +300,8 @@ def fit(
                     group["lr"] = rate
                 with autocast(device, settings.precision):
                     logits, features = forward(images)
+                if device.type == "cpu":
+                    check_finite(logits, rate)
                 total = loss(logits, features, labels).total
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(total).backward()
@@ -265,33 +314,41 @@ def fit(
                 correct += (logits.argmax(dim=1) == labels).sum()
                 state["step"] += 1
                 bar.update()
-                # One look a hundred steps: a look a step would stall an accelerator.
-                if (state["step"] % 100 == 0 or state["step"] == steps) and not math.isfinite(loss_sum.item()):
-                    kept = f"the last good checkpoint is {path}" if path else "no checkpoint was asked for"
-                    raise FloatingPointError(
-                        f"The loss became non-finite by step {state['epoch'] * steps + state['step']} at learning rate {rate:.3g}; "
-                        f"{kept}; lower the learning rate or the representation weight."
-                    )
+                # A look a step would stall an accelerator, so there it is one a hundred steps.
+                if device.type == "cpu" or state["step"] % 100 == 0 or state["step"] == steps:
+                    check_finite(loss_sum, rate)
                 if stop.requested:
                     break
             state["loss_sum"], state["correct"] = loss_sum.item(), int(correct)
             state["seconds"] += time.perf_counter() - begun
             if state["step"] == steps:
                 seen = steps * loader.batch_size
-                record = {"epoch": state["epoch"] + 1, "loss": state["loss_sum"] / seen, "train_accuracy": state["correct"] / seen,
-                          "seconds": round(state["seconds"], 2)}
+                record = {
+                    "epoch": state["epoch"] + 1,
+                    "loss": state["loss_sum"] / seen,
+                    "train_accuracy": state["correct"] / seen,
+                    "seconds": round(state["seconds"], 2),
+                }
                 if after_epoch:
                     record |= after_epoch(model, loss)
                 state["history"].append(record)
                 state |= {"epoch": state["epoch"] + 1, "step": 0, "loss_sum": 0.0, "correct": 0, "seconds": 0.0}
-                bar.set_postfix({name: f"{value:.3f}" for name, value in record.items() if isinstance(value, float) and name != "seconds"})
+                bar.set_postfix(
+                    {
+                        name: f"{value:.3f}"
+                        for name, value in record.items()
+                        if isinstance(value, float) and name != "seconds"
+                    }
+                )
                 save()
                 if path:
                     with path.with_suffix(".jsonl").open("a") as log:
                         log.write(json.dumps(record) + "\n")
             if stop.requested:
                 save()
-                kept = f"its state is in {path}; run the same command to go on" if path else "no checkpoint was asked for"
+                kept = (
+                    f"its state is in {path}; run the same command to go on" if path else "no checkpoint was asked for"
+                )
                 raise Interrupted(f"Stopped at epoch {state['epoch']}, step {state['step']}; {kept}.")
     return state["history"]
 
@@ -300,8 +357,13 @@ def make_optimizer(model: nn.Module, loss: nn.Module, settings: Settings) -> tor
     """The optimiser of the settings over the model's parameters and those of the loss, if it has any."""
     parameters = [*model.parameters(), *loss.parameters()]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, settings.learning_rate, settings.momentum, weight_decay=settings.weight_decay,
-                               nesterov=settings.momentum > 0)
+        return torch.optim.SGD(
+            parameters,
+            settings.learning_rate,
+            settings.momentum,
+            weight_decay=settings.weight_decay,
+            nesterov=settings.momentum > 0,
+        )
     return torch.optim.AdamW(parameters, settings.learning_rate, weight_decay=settings.weight_decay)
 
 
@@ -315,7 +377,8 @@ def learning_rate(settings: Settings, step: int, steps_per_epoch: int) -> float:
 
 @contextlib.contextmanager
 def stop_requested():
-    """Turn SIGINT and SIGTERM into a flag while the block runs (in the main thread; elsewhere signals are not ours)."""
+    """Turn SIGINT, SIGTERM and an alarm into a flag while the block runs; outside the main thread, do nothing."""
+
     class Flag:
         requested = False
 
@@ -324,7 +387,7 @@ def stop_requested():
 
     previous = {}
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             previous[number] = signal.signal(number, note)
     try:
         yield Flag

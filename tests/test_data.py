@@ -224,6 +224,14 @@ def test_arrays_need_a_file(tmp_path):
     says(tmp_path, "is not a file", args=["arrays", tmp_path])
 
 
+def test_path_from_home_and_relative_path(tmp_path, monkeypatch):
+    saved(tmp_path / "own.npz", own_arrays())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert_same(load_dataset("arrays", "~/own.npz"), own_arrays())
+    monkeypatch.chdir(tmp_path)
+    says(tmp_path / "none.npz", args=["arrays", "none.npz"])
+
+
 def test_damage_anywhere_in_an_npz_is_one_sentence(tmp_path):
     """Cut or change the file at many places: it is refused, or the change touched no array."""
     sound = saved(tmp_path / "own.npz", own_arrays(x_train=X[:, :2, :2], x_test=X[:6, :2, :2])).read_bytes()
@@ -386,6 +394,9 @@ def test_order_is_root_then_mr2_data_then_the_repository(tmp_path, small, monkey
     assert mark(root=tmp_path / "root") == 0
     marks["named"].unlink()
     assert mark() == 2
+    # A root that was asked for is not quietly replaced by another folder.
+    marks["root"].unlink()
+    says(f"{tmp_path / 'root'} has no cifar100.npz", args=["cifar100", tmp_path / "root"])
 
 
 def test_folder_that_is_none(tmp_path, monkeypatch):

@@ -1,0 +1,113 @@
+"""``python -m mr2_core run|report|list``: do a study's missing runs, print its table, list methods and models."""
+
+import argparse
+import sys
+from pathlib import Path
+
+RESULTS = Path("data") / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line and do what it says; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mr2_core", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="do what is missing of a study")
+    report = commands.add_parser("report", help="print a study's table")
+    for command in (run, report):
+        command.add_argument("study", type=Path, help="a TOML file, such as studies/cifar100-compact.toml")
+        command.add_argument(
+            "--results", type=Path, default=RESULTS, help="where results are kept (default: %(default)s)"
+        )
+    run.add_argument("--arm", action="append", help="only this arm (may be repeated)")
+    run.add_argument("--seed", action="append", type=int, help="only this seed (may be repeated)")
+    run.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    run.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    run.add_argument(
+        "--budget", type=duration, help="stop after this long, such as 90s, 20m or 2h; runs go on next time"
+    )
+    run.add_argument(
+        "--shard",
+        type=shard,
+        default=(0, 1),
+        help="i/n: every n-th run from the i-th, counted from 1, as in a job array",
+    )
+    report.add_argument("--reference", required=True, help="the arm that others are compared with")
+    report.add_argument(
+        "--ranking", default="all", help="whose validation accuracy makes the thirds (default: all arms)"
+    )
+    report.add_argument("--format", choices=("text", "markdown", "latex", "csv"), default="text")
+    commands.add_parser("list", help="list methods and models")
+    options = parser.parse_args(arguments)
+    try:
+        return {"run": do_run, "report": do_report, "list": do_list}[options.command](options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def do_run(options) -> int:
+    """Do the missing runs; status 3 if some are still missing."""
+    from mr2_core.studies import read_study, run_study
+
+    runs = read_study(options.study, options.results)
+    for name in ("arm", "seed"):
+        wanted, known = getattr(options, name), {getattr(run, name) for run in runs}
+        if wanted and (unknown := set(wanted) - known):
+            raise ValueError(
+                f"the study has no {name} {', '.join(map(str, unknown))}; it has {', '.join(map(str, sorted(known)))}."
+            )
+        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
+    index, of = options.shard
+    missing = run_study(runs[index::of], jobs=options.jobs, device=options.device, budget=options.budget)
+    print(f"{missing} runs are still missing; the same command goes on." if missing else "All runs are done.")
+    return 3 if missing else 0
+
+
+def do_report(options) -> int:
+    """Print the table."""
+    from mr2_core.studies import read_study, table
+
+    frame = table(read_study(options.study, options.results), reference=options.reference, ranking=options.ranking)
+    write = {"text": frame.to_string, "markdown": frame.to_markdown, "latex": frame.to_latex, "csv": frame.to_csv}
+    kind = (
+        {}
+        if options.format == "csv"
+        else {"floatfmt": ".2f"}
+        if options.format == "markdown"
+        else {"float_format": "%.2f"}
+    )
+    print(write[options.format](**kind))
+    return 0
+
+
+def do_list(_) -> int:
+    """Print the registries."""
+    from mr2_core.methods import METHODS
+    from mr2_core.models import BACKBONES
+
+    for name, method in METHODS.items():
+        print(f"{name:14} {method.year}  {method.paper}")
+    print("models:", ", ".join(BACKBONES))
+    return 0
+
+
+def duration(text: str) -> float:
+    """Seconds from a number with s, m or h behind it."""
+    try:
+        return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
+    except (KeyError, ValueError, IndexError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no duration; expected a number and s, m or h, such as 20m"
+        ) from None
+
+
+def shard(text: str) -> tuple[int, int]:
+    """(index from 0, count) from i/n."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard; expected i/n with 1 ≤ i ≤ n, such as 2/8")
+    return int(index) - 1, int(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

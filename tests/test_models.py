@@ -1,0 +1,60 @@
+"""Backbones and heads."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mr2_core.models import BACKBONES, CosineHead, build_model
+
+# He et al. (2016), table 6, give 0.27, 0.46 and 0.85 M for 10 classes; 90 more add 90 × 65. The wide networks are
+# 36.5 M and 2.77 M (Zagoruyko & Komodakis 2016); torchvision's with a 3×3 stem and 100 classes are counted by hand.
+PARAMETERS = {
+    "compact": 378_628,
+    "compact-grey": 375_172,
+    "resnet20": 275_572,
+    "resnet32": 470_004,
+    "resnet56": 858_868,
+    "resnet18": 11_220_132,
+    "resnet34": 21_328_292,
+    "resnet50": 23_705_252,
+    "wrn16-4": 2_772_020,
+    "wrn28-10": 36_536_884,
+    "vit": 2_710_948,
+}
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_size_is_the_published_one(name):
+    with torch.device("meta"):
+        model = build_model(name, 100)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in BACKBONES if name not in ("wrn28-10", "resnet34", "resnet50")])
+@pytest.mark.parametrize("head", ["linear", "cosine"])
+def test_features_are_what_the_head_sees(name, head):
+    torch.manual_seed(0)
+    model = build_model(name, 7, head=head).eval()
+    channels = 1 if name == "compact-grey" else 3
+    with torch.no_grad():
+        logits, features = model(torch.randn(2, channels, 32, 32))
+        assert logits.shape == (2, 7)
+        torch.testing.assert_close(model.head(features), logits)
+        if head == "cosine":
+            torch.testing.assert_close(features.norm(dim=1), torch.ones(2))
+
+
+def test_cosine_head_is_scaled_cosine():
+    torch.manual_seed(0)
+    head, features = CosineHead(5, 3, scale=10.0), torch.randn(4, 5)
+    expected = 10 * F.cosine_similarity(features[:, None], head.weight[None], dim=-1)
+    torch.testing.assert_close(head(features), expected)
+    torch.testing.assert_close(head(100 * features), expected)
+    assert head.log_scale.requires_grad
+
+
+def test_unknown_names_are_listed():
+    with pytest.raises(ValueError, match="model is 'resnet19'; expected one of compact, .*vit"):
+        build_model("resnet19", 10)
+    with pytest.raises(ValueError, match="head is 'mlp'; expected one of linear, cosine"):
+        build_model("compact", 10, head="mlp")

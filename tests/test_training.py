@@ -1,0 +1,251 @@
+"""Loader, schedule, checkpoints and exact resumption."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mr2_core.losses import MR2Loss
+from mr2_core.methods import build_method
+from mr2_core.models import build_model
+from mr2_core.training import (
+    CIFAR100_MEAN,
+    CIFAR100_STD,
+    BatchLoader,
+    Interrupted,
+    Settings,
+    channel_moments,
+    fit,
+    learning_rate,
+    predict,
+    stream,
+)
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (70, 8, 8, 1), dtype=np.uint8)
+LABELS = np.arange(70) % 5
+GREY = {"mean": (0.5,), "std": (0.25,)}
+SETTINGS = Settings(epochs=3, batch_size=16, learning_rate=0.05, precision="float32", augment=("crop", "flip"))
+
+
+def loader(**changes):
+    return BatchLoader(IMAGES, LABELS, **({"batch_size": 16, "augment": SETTINGS.augment, **GREY} | changes))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return build_model("compact-grey", 5), MR2Loss(5, 128)
+
+
+class TestLoader:
+    def test_without_augmentation_batches_are_standardised_images(self):
+        batches = list(loader(augment=()).epoch(0))
+        assert len(batches) == len(loader()) == 4
+        order = torch.randperm(70, generator=stream(0, "order", 0)).numpy()
+        images = torch.cat([images for images, _ in batches]).numpy()
+        labels = torch.cat([labels for _, labels in batches]).numpy()
+        np.testing.assert_array_equal(labels, LABELS[order[:64]])
+        expected = (IMAGES[order[:64]].transpose(0, 3, 1, 2) / 255 - 0.5) / 0.25
+        np.testing.assert_allclose(images, expected, atol=1e-5)
+
+    def test_every_augmented_image_is_a_crop_of_its_own_image_or_its_mirror(self):
+        padded = np.pad(IMAGES[..., 0] / 255, ((0, 0), (4, 4), (4, 4)))
+        order = torch.randperm(70, generator=stream(0, "order", 0)).numpy()
+        images = torch.cat([images for images, _ in loader().epoch(0)]).numpy()[:, 0] * 0.25 + 0.5
+        offsets, mirrored = set(), set()
+        for image, source in zip(images, order, strict=False):
+            crops = {(y, x): padded[source, y : y + 8, x : x + 8] for y in range(9) for x in range(9)}
+            found = [
+                (at, flip)
+                for at, crop in crops.items()
+                for flip in (0, 1)
+                if np.allclose(image, crop[:, ::-1] if flip else crop, atol=1e-5)
+            ]
+            assert len(found) == 1
+            offsets.add(found[0][0])
+            mirrored.add(found[0][1])
+        assert len(offsets) > 30
+        assert mirrored == {0, 1}
+
+    def test_cutout_blanks_one_rectangle(self):
+        plain = torch.cat([images for images, _ in loader(augment=()).epoch(0)])
+        cut = torch.cat([images for images, _ in loader(augment=("cutout",)).epoch(0)])
+        changed = (plain != cut)[:, 0]
+        assert (cut[:, 0][changed] == 0).all()
+        assert changed.any(dim=(1, 2)).sum() > 50
+        assert changed.sum(dim=(1, 2)).max() <= 4
+
+    def test_an_epoch_is_a_function_of_seed_epoch_and_step(self):
+        first, again = list(loader().epoch(1)), list(loader().epoch(1))
+        rest = list(loader().epoch(1, start=2))
+        for (a, b), (c, d) in zip(first, again, strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+        assert torch.equal(first[2][0], rest[0][0])
+        assert not torch.equal(first[0][1], list(loader().epoch(2))[0][1])
+        assert not torch.equal(first[0][1], list(loader(seed=1).epoch(1))[0][1])
+
+    def test_a_set_smaller_than_a_batch_is_one_batch(self):
+        assert [len(labels) for _, labels in loader(batch_size=1000).epoch(0)] == [70]
+
+    def test_lengths_that_differ(self):
+        with pytest.raises(ValueError, match="images has 70 entries and labels 69"):
+            BatchLoader(IMAGES, LABELS[:-1], batch_size=8)
+
+    def test_channel_moments_of_cifar100(self):
+        if not os.environ.get("MR2_DATA"):
+            pytest.skip("MR2_DATA names no folder with cifar100.npz")
+        with np.load(os.path.join(os.environ["MR2_DATA"], "cifar100.npz")) as arrays:
+            mean, std = channel_moments(arrays["x_train"])
+        np.testing.assert_allclose(mean, CIFAR100_MEAN, atol=5e-5)
+        np.testing.assert_allclose(std, CIFAR100_STD, atol=5e-5)
+
+    def test_channel_moments(self):
+        mean, std = channel_moments(IMAGES)
+        np.testing.assert_allclose([mean[0], std[0]], [(IMAGES / 255).mean(), (IMAGES / 255).std()])
+
+
+def test_schedule_warms_up_linearly_then_falls_as_half_a_cosine():
+    settings = Settings(epochs=11, learning_rate=2.0, warmup_epochs=1)
+    rates = [learning_rate(settings, step, 10) for step in range(110)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) * 0.2)
+    np.testing.assert_allclose(rates[10:], 1 + np.cos(np.pi * np.arange(100) / 100))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optimizer": "lion"}, "optimizer is 'lion'; expected one of sgd, adamw"),
+        ({"precision": "int8"}, "precision is 'int8'; expected one of float32, bf16, fp16"),
+        ({"epochs": 0}, "epochs is 0; expected a positive number"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
+        ({"augment": ("blur",)}, "augment holds blur; expected any of crop, flip, cutout"),
+    ],
+)
+def test_settings_out_of_range(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Settings(**change)
+
+
+class TestFit:
+    def test_it_learns_and_records_each_epoch(self, tmp_path):
+        model, loss = network()
+        history = fit(
+            model,
+            loss,
+            loader(augment=()),
+            Settings(epochs=12, batch_size=16, precision="bf16", augment=()),
+            checkpoint=tmp_path / "run.pt",
+            after_epoch=lambda *_: {"extra": 1},
+            progress=False,
+        )
+        assert [record["epoch"] for record in history] == list(range(1, 13))
+        assert history[-1]["train_accuracy"] > 0.6 > history[0]["train_accuracy"]
+        assert history[-1]["loss"] < history[0]["loss"]
+        lines = (tmp_path / "run.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == history
+        assert history[0]["extra"] == 1
+
+    def test_first_step_is_nesterov_sgd_with_weight_decay(self):
+        model, loss = network()[0], build_method("erm", 5, 128)
+        settings = Settings(
+            epochs=1, batch_size=70, learning_rate=0.1, warmup_epochs=0, precision="float32", augment=()
+        )
+        images, labels = next(loader(batch_size=70, augment=()).epoch(0))
+        before = model.head.weight.detach().clone()
+        model.train()
+        loss(*model(images), labels).total.backward()
+        gradient = model.head.weight.grad + settings.weight_decay * before
+        model.zero_grad()
+        model.load_state_dict(network()[0].state_dict())
+        fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
+        torch.testing.assert_close(model.head.weight, before - 0.1 * 1.9 * gradient, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_stopped_by_a_signal_it_resumes_bit_for_bit(self, tmp_path, number):
+        model, loss = network()
+        whole = fit(model, loss, loader(), SETTINGS, progress=False)
+
+        stopped, its_loss = network()
+        batches = 0
+
+        def forward_hook(*_):
+            nonlocal batches
+            batches += 1
+            if batches == 6:  # in the middle of the second epoch
+                os.kill(os.getpid(), number)
+
+        handle = stopped.register_forward_hook(forward_hook)
+        path = tmp_path / "run.pt"
+        with pytest.raises(Interrupted, match=f"Stopped at epoch 1, step 2; its state is in {path}; run the same"):
+            fit(stopped, its_loss, loader(), SETTINGS, checkpoint=path, progress=False)
+        handle.remove()
+        assert batches == 6
+
+        resumed, resumed_loss = network(seed=1)  # another initialisation: everything comes from the file
+        history = fit(resumed, resumed_loss, loader(), SETTINGS, checkpoint=path, progress=False)
+        for mine, other in ((model, resumed), (loss, resumed_loss)):
+            for name, value in mine.state_dict().items():
+                assert torch.equal(value, other.state_dict()[name]), name
+        assert [r["loss"] for r in history] == [r["loss"] for r in whole]
+        assert [r["train_accuracy"] for r in history] == [r["train_accuracy"] for r in whole]
+
+    def test_handlers_are_put_back(self):
+        before = signal.getsignal(signal.SIGTERM)
+        fit(*network(), loader(), Settings(epochs=1, batch_size=16, precision="float32"), progress=False)
+        assert signal.getsignal(signal.SIGTERM) is before
+
+    @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+    def test_a_loss_that_is_not_finite_stops(self, tmp_path, factor):
+        class Broken(MR2Loss):
+            def forward(self, logits, features, labels):
+                out = super().forward(logits, features, labels)
+                return out._replace(total=out.total * (factor if self.updates == 6 else 1))
+
+        path = tmp_path / "run.pt"
+        sentence = f"non-finite at epoch 1, step 2, learning rate 0.05; the last good checkpoint is {path}"
+        with pytest.raises(FloatingPointError, match=sentence):
+            fit(network()[0], Broken(5, 128), loader(), SETTINGS, checkpoint=path, progress=False)
+        assert torch.load(path, weights_only=True)["state"]["epoch"] == 1
+
+    def test_weights_that_explode_stop(self):
+        settings = Settings(
+            epochs=3, batch_size=16, learning_rate=1e30, warmup_epochs=0, precision="float32", augment=()
+        )
+        with pytest.raises(
+            FloatingPointError, match=r"non-finite at epoch 0, step \d, learning rate 1e\+30; there is no"
+        ):
+            fit(*network(), loader(), settings, progress=False)
+
+    def test_gradient_clipping_bounds_the_step(self):
+        settings = Settings(
+            epochs=1,
+            batch_size=70,
+            momentum=0.0,
+            weight_decay=0.0,
+            warmup_epochs=0,
+            learning_rate=1.0,
+            clip=0.01,
+            precision="float32",
+            augment=(),
+        )
+        model, loss = network()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_predict_is_the_model_in_eval_mode_and_leaves_it_in_its_own():
+    model, _ = network()
+    model.train()
+    logits, features = predict(model, IMAGES, batch_size=32, **GREY)
+    assert model.training
+    assert (logits.shape, features.shape) == ((70, 5), (70, 128))
+    model.eval()
+    inputs = torch.from_numpy((IMAGES / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
+    with torch.no_grad():
+        np.testing.assert_allclose(logits, model(inputs)[0].numpy(), atol=1e-5)

@@ -119,8 +119,8 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     return runs
 
 
-def execute(run: Run, *, device: str = "cpu", scratch: str | os.PathLike = "_runs", progress: bool = True) -> dict:
-    """Do one run, from its checkpoint where there is one, and write its JSON.
+def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
+    """Do one run, from the checkpoint beside its result where there is one, and write its JSON.
 
     Tuning runs evaluate validation only; the test set is read once, at the end of a run of another kind.
 
@@ -167,7 +167,7 @@ def execute(run: Run, *, device: str = "cpu", scratch: str | os.PathLike = "_run
             }
         return record
 
-    checkpoint = Path(scratch) / run.study / run.arm / f"seed{run.seed}-{run.identity}.pt"
+    checkpoint = run.result.with_name(f"{run.result.stem}-{run.identity}.pt")
     history = fit(
         model,
         loss,
@@ -191,7 +191,6 @@ def execute(run: Run, *, device: str = "cpu", scratch: str | os.PathLike = "_run
         "validation_by_class": digits(evaluate(dataset.x_train[validation], y_validation)[1].by_class),
         "train_by_class": digits(evaluate(dataset.x_train[chosen], dataset.y_train[chosen])[1].by_class),
     }
-    run.result.parent.mkdir(parents=True, exist_ok=True)
     if c["kind"] != "tuning":
         logits, report = evaluate(dataset.x_test, dataset.y_test)
         record["test_by_class"] = digits(report.by_class)
@@ -250,9 +249,7 @@ def provenance(device: str) -> dict:
     }
 
 
-def run_study(
-    runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: float | None = None, scratch="_runs"
-) -> int:
+def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: float | None = None) -> int:
     """Do what is missing, ``jobs`` runs at a time; return how many are still missing.
 
     With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call.
@@ -261,7 +258,7 @@ def run_study(
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to do.", flush=True)
     deadline = time.time() + budget if budget else None
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    work = [(run, device, scratch, deadline, threads) for run in missing]
+    work = [(run, device, deadline, threads) for run in missing]
     if jobs == 1:
         for item in work:
             if not _one(item):
@@ -274,14 +271,14 @@ def run_study(
 
 
 def _one(item) -> bool:
-    run, device, scratch, deadline, threads = item
+    run, device, deadline, threads = item
     torch.set_num_threads(threads)
     if deadline:
         if time.time() >= deadline:
             return False
         signal.setitimer(signal.ITIMER_REAL, deadline - time.time())
     try:
-        execute(run, device=device, scratch=scratch)
+        execute(run, device=device)
     except Interrupted as stopped:
         print(stopped, flush=True)
         return False

@@ -274,8 +274,8 @@ def fit(
         if not values.isfinite().all():
             kept = f"the last good checkpoint is {path}" if state["history"] and path else "there is no checkpoint yet"
             raise FloatingPointError(
-                f"Training became non-finite at epoch {state['epoch']}, step {state['step']}, learning rate {rate:.3g}; "
-                f"{kept}; lower the learning rate or the representation weight."
+                f"Training became non-finite at epoch {state['epoch']}, step {state['step']}, learning rate {rate:.3g}"
+                f"; {kept}; lower the learning rate or the representation weight."
             )
 
     steps = len(loader)

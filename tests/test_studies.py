@@ -1,10 +1,8 @@
 """Studies: what a run is, that nothing finished is lost, and the arithmetic of the tables."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
+import shutil
 import time
 
 import numpy as np
@@ -111,7 +109,7 @@ def test_a_tuning_run_never_sees_the_test_images(study, tmp_path, monkeypatch):
     seen, predict = [], mr2_core.studies.predict
     monkeypatch.setattr(mr2_core.studies, "predict", lambda m, x, **k: seen.append(len(x)) or predict(m, x, **k))
     run = read_study(study("tuning"), tmp_path)[0]
-    record = execute(run, scratch=tmp_path, progress=False)
+    record = execute(run, progress=False)
     assert "test_by_class" not in record
     assert not run.result.with_suffix(".npz").exists()
     assert 360 not in seen, "36 test images a class"
@@ -120,27 +118,34 @@ def test_a_tuning_run_never_sees_the_test_images(study, tmp_path, monkeypatch):
 
 def test_killed_at_any_moment_no_finished_run_is_lost_and_none_is_half_written(study, tmp_path):
     path, results = study(), tmp_path / "results"
-    command = [sys.executable, "-m", "mr2_core", "run", str(path), "--results", str(results)]
+    # A fork server imports torch once, so that the moments fall into the runs and not into the imports.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])
     generator = np.random.default_rng(0)
-    finished = {}
-    for _ in range(20):
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": os.getcwd()},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        time.sleep(generator.uniform(0, 8))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+    def begin():
+        process = context.Process(target=main, args=(["run", str(path), "--results", str(results)],))
+        process.start()
+        return process
+
+    begin().join()  # warms the server
+    shutil.rmtree(results)
+    finished, killed = {}, 0
+    while killed < 20:
+        process = begin()
+        time.sleep(generator.uniform(0, 1))
+        if process.is_alive():
+            process.kill()
+            killed += 1
+        process.join()
         now = {run.result: run.result.read_bytes() for run in read_study(path, results) if run.record}
         assert finished.items() <= now.items()
         finished = now
-        if len(finished) == 4:
-            break
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, check=True, capture_output=True)
+        if len(finished) == 4:  # begin again
+            shutil.rmtree(results)
+            finished = {}
+    process = begin()
+    process.join()
     assert all(run.record for run in read_study(path, results))
 
 

@@ -470,14 +470,16 @@ def test_save_load_and_continue_is_never_having_stopped():
     }
 
 
-def test_deepcopy_and_pickle():
-    loss = MR2Loss(K, D)
-    loss(*batches(1)[0])
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        for batch in batches(2, seed=3):
-            original = copy.deepcopy(loss)
-            assert other(*batch) == original(*batch)
-            loss, other = original, other
+def test_a_copy_continues_as_the_original():
+    first, *rest = batches(3)
+    original, through = MR2Loss(K, D), MR2Loss(K, D)
+    original(*first)
+    through(*first)
+    copies = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
+    for batch in rest:
+        expected = through(*batch)
+        assert all(other(*batch) == expected for other in copies)
+    assert original.updates == 1
 
 
 def rank(number, address, folder):
@@ -495,7 +497,7 @@ def test_two_processes_equal_one_on_the_joined_batch(tmp_path):
     torch.multiprocessing.spawn(rank, ((tmp_path / "rendezvous").as_uri(), tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in (0, 1))
     torch.testing.assert_close(first["state"], second["state"], rtol=0, atol=0)
-    loss, mean_deviations = MR2Loss(K, D, statistic="centred"), []
+    loss = MR2Loss(K, D, statistic="centred")
     for batch, ours, theirs in zip(batches(4), first["outputs"], second["outputs"], strict=True):
         joined = loss(*batch)
         torch.testing.assert_close((ours[1] + theirs[1]) / 2, joined.logit, rtol=1e-5, atol=0)
@@ -509,18 +511,16 @@ def test_two_processes_equal_one_on_the_joined_batch(tmp_path):
     torch.testing.assert_close(first["margins"], loss.margins, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("backend", "form"), [("aot_eager", "printed"), ("aot_eager", "relative"), ("inductor", "relative")]
+)
 def test_compiled_equals_eager(backend, form):
     if backend == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
-    eager = MR2Loss(K, D, representation=form, statistic="relative", warmup=1, p=3)
+    eager = MR2Loss(K, D, representation=form, statistic="relative", warmup=1)
     compiled = torch.compile(copy.deepcopy(eager), backend=backend, fullgraph=True)
-    for step, (logits, features, labels) in enumerate(batches(4)):
-        if step == 3:
-            eager.eval()
-            compiled.eval()
+    for logits, features, labels in batches(3):
         found, expected = [], []
         for loss, collected in ((compiled, found), (eager, expected)):
             leaves = logits.clone().requires_grad_(), features.clone().requires_grad_()
@@ -530,7 +530,7 @@ def test_compiled_equals_eager(backend, form):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(compiled.state_dict(), {f"_orig_mod.{k}": v for k, v in eager.state_dict().items()})
     # No value is looked at in a graph: a row that is not finite spoils its loss, never the statistics.
-    compiled.train()(logits, features.index_fill(0, torch.tensor([1]), torch.nan), labels)
+    compiled(logits, features.index_fill(0, torch.tensor([1]), torch.nan), labels)
     assert all(buffer.isfinite().all() for buffer in compiled.buffers())
 
 
@@ -600,10 +600,12 @@ def test_nothing_is_ever_non_finite():
             assert torch.stack(out).isfinite().all()
             assert out.representation >= 0
             out.total.backward()
-            assert features.grad.isfinite().all()
-            # A gradient is as large as 1/γ, which may be more than float16 holds; nothing else may go wrong.
-            held = loss.margins[labels] * torch.finfo(logits.dtype).max > 1
-            assert logits.grad[held].isfinite().all()
+            # Gradients go as 1/γ and as d/s̄, which may be more than float16 holds; nothing else may go wrong.
+            most = torch.finfo(logits.dtype).max
+            assert logits.grad[most * loss.margins[labels] > 1].isfinite().all()
+            steepest = 4 * loss.representation_weight * (features.max() - features.min()).float()
+            if loss.representation == "printed" or steepest <= most * loss.mean_deviation:
+                assert features.grad.isfinite().all()
             assert all(buffer.isfinite().all() for buffer in loss.buffers())
             assert (loss.statistics.deviation >= 0).all()
             assert (loss.margins > 0).all()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 # Mean and standard deviation of CIFAR-100's training pixels by channel, on the scale 0 … 1; tests recompute them.
 CIFAR100_MEAN = (0.5071, 0.4865, 0.4409)

@@ -1,5 +1,6 @@
 """Datasets, embedded features and splits: what is loaded, and the sentence said when it cannot be."""
 
+import gzip
 import hashlib
 import io
 import os
@@ -119,6 +120,7 @@ def assert_same(dataset, arrays):
     for name in ("x_train", "y_train", "x_test", "y_test"):
         found = getattr(dataset, name)
         assert found.dtype == (np.uint8 if name[0] == "x" else np.int64)
+        assert found.flags.c_contiguous
         np.testing.assert_array_equal(found, arrays[name])
     assert dataset.class_names == arrays["class_names"].tolist()
     assert dataset.num_classes == len(arrays["class_names"])
@@ -577,6 +579,14 @@ def test_archive_with_a_wrong_hash(root, official):
 def test_archive_that_is_no_archive(root):
     (path := root / ARCHIVE).write_bytes(b"<html>")
     says(path, "is no sound tar.gz", md5(path), MD5, "delete it", "replace it", args=["cifar100", root])
+
+
+@pytest.mark.parametrize("rest", [b"junk", gzip.compress(b"")[:10] + b"\xff" * 50], ids=["member", "block"])
+def test_archive_damaged_in_the_middle(root, official, rest):
+    """The sound beginning of an archive, then what is no gzip member, or a member with an invalid block."""
+    with gzip.open(official[1]) as file:
+        (path := root / ARCHIVE).write_bytes(gzip.compress(file.read(3000)) + rest)
+    says(path, "is no sound tar.gz", md5(path), CIFAR100.tgz_md5, "replace it", args=["cifar100", root])
 
 
 def test_cifar10_archive_under_cifar100s_name(root, tmp_path):

@@ -394,6 +394,14 @@ def test_make_installs_again_after_an_interruption_or_a_move(copy, tmp_path):
     assert calls(log) == ["venv", "install"]
     assert make("book", folder=copy, **sound).returncode == 0
     assert calls(log) == ["venv", "install", "book"]
+    # An interrupted update leaves doubtful files too: the next one starts empty
+    os.utime(copy / "constraints.txt", (2**32, 2**32))
+    stand_in(copy / ".venv/bin/python", install=1)
+    assert make("book", folder=copy, **sound).returncode != 0
+    assert calls(log) == ["install"]
+    os.utime(copy / "constraints.txt")
+    assert make("book", folder=copy, **sound).returncode == 0
+    assert calls(log) == ["venv", "install", "book"]
     copy = copy.rename(tmp_path / "moved clone")
     assert make("book", folder=copy, **sound).returncode == 0
     assert calls(log) == ["install", "book"]

@@ -1,4 +1,4 @@
-"""MR2 written with a Python loop over the classes, as the paper's released code is: what ``loss_speed.py`` measures against.
+"""MR2 with a Python loop over the classes, as in the paper's released code: what ``loss_speed.py`` measures against.
 
 The formulas are those printed in the paper, with the running moments of :class:`mr2_core.ClassStatistics`, so that
 the values can be compared. The released code loops in the same way, but divides the exponent of the representation loss
@@ -53,7 +53,7 @@ class LoopMR2(nn.Module):
             rows = features[labels == k]
             if len(rows) < 2:
                 continue
-            itself = torch.eye(len(rows), dtype=torch.bool)
+            itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
             difference = rows[:, None] - rows[None, :]
             square = difference.norm(dim=2).masked_fill(itself, 0).pow(2)
             terms = torch.exp(square - margin).masked_fill(itself, 0).sum(dim=1)

@@ -68,7 +68,8 @@ def speedup(num_classes, size, width, rounds=8, calls=6):
             taken += [seconds(lambda loss=loss, one=one: step(loss, *one)) for one in inputs]
     ours, loops = map(statistics.median, times)
     print(
-        f"K, B, D = {num_classes}, {size}, {width}: {1e3 * ours:.2f} ms, loops {1e3 * loops:.2f} ms: {loops / ours:.1f} ×"
+        f"K, B, D = {num_classes}, {size}, {width}: {1e3 * ours:.2f} ms, "
+        f"loops {1e3 * loops:.2f} ms: {loops / ours:.1f} ×"
     )
     return loops / ours
 

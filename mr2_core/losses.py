@@ -105,12 +105,12 @@ def representation_loss(features: Tensor, labels: Tensor, mean_deviation: Tensor
     same = labels[:, None] == labels
     positives = same.sum(dim=1, keepdim=True) - 1
     if form == "printed":
-        exponent = distance - 2 * mean_deviation
+        exponent, margin = distance, 2 * mean_deviation
     else:
         scale = torch.where(mean_deviation > 0, mean_deviation, torch.inf)
-        exponent = distance / scale - 2 - positives.clamp(min=1).to(distance.dtype).log()
+        exponent, margin = distance / scale, 2 + positives.clamp(min=1).to(distance.dtype).log()
     # ln(1 + Σ exp) as a cross-entropy, without overflow: the anchor itself, at exponent 0, stands for the 1.
-    exponent = torch.where(same, exponent, -torch.inf).fill_diagonal_(0)
+    exponent = exponent - torch.where(same, margin, torch.inf).fill_diagonal_(0)
     itself = torch.arange(len(labels), device=labels.device)
     if form == "printed":
         return F.cross_entropy(exponent, itself)
@@ -131,11 +131,12 @@ class SquaredDistances(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        """Return 2 Σ_j (g_ij + g_ji) (φ_i − φ_j)."""
+        """Return 2 Σ_j (g_ij + g_ji) (φ_i − φ_j), a graph Laplacian times φ."""
         (rows,) = ctx.saved_tensors
         both = gradient + gradient.T
+        laplacian = both.sum(dim=1).diag() - both
         with torch.autocast(rows.device.type, enabled=False):
-            return 2 * (both.sum(dim=1, keepdim=True) * rows - both @ rows)
+            return 2 * laplacian @ rows
 
 
 class MR2Output(NamedTuple):

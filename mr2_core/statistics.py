@@ -109,7 +109,7 @@ class ClassStatistics(nn.Module):
         past = torch.where(count > 0, self.decay * self.seen.float(), 1)  # β; 0 in a first batch; 1 without examples
 
         mean = torch.lerp(class_sum(features) / least_one, self.mean, past[:, None])
-        shift, from_mean = mean - self.mean, features - mean[labels]
+        shift, from_mean = mean - self.mean, features - mean.index_select(0, labels)
         squares = torch.stack([squared_norm(from_mean), squared_norm(from_mean, self.p)], dim=1)
         squares = class_sum(finite[:, None] * squares) / least_one
         self.deviation.copy_(torch.lerp(squares[:, 0], self.deviation + squared_norm(shift), past))
@@ -169,7 +169,7 @@ def check_rows(name: str, rows: Tensor, batch: int | None = None, width: int | N
     if len(rows) == 0:
         raise ValueError(f"{name} has shape {list(rows.shape)}; expected at least one row.")
     if (found := extremes(rows)) and not -torch.inf < found[0] <= found[1] < torch.inf:
-        raise ValueError(f"{name} holds NaN or infinite values; expected finite ones: has the learning rate diverged?")
+        raise ValueError(f"{name} holds NaN or infinite values; expected finite ones: has training diverged?")
 
 
 def check_labels(labels: Tensor, batch: int, num_classes: int | None = None) -> None:

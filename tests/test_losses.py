@@ -1,10 +1,12 @@
 """The two losses and MR2Loss against loops over examples, classes and pairs, and in the corners."""
 
 import copy
+import importlib.util
 import io
 import math
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -534,6 +536,17 @@ def test_compiled_equals_eager(backend, form):
     assert all(buffer.isfinite().all() for buffer in compiled.buffers())
 
 
+def test_the_benchmark_s_reference_agrees():
+    path = Path(__file__).parent.parent / "benchmarks" / "loop_reference.py"
+    specification = importlib.util.spec_from_file_location("loop_reference", path)
+    reference = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(reference)
+    options = {"mean_margin": 1.3, "representation_weight": 0.2, "decay": 0.8}
+    losses = MR2Loss.paper(K, D, **options), reference.LoopMR2(K, D, **options)
+    for batch in batches(4):
+        torch.testing.assert_close(tuple(losses[0](*batch)), losses[1](*batch), rtol=1e-5, atol=1e-6)
+
+
 # Every shape, pattern of labels, type and scale
 
 
@@ -673,6 +686,9 @@ def test_nothing_is_ever_non_finite():
         ({"features": torch.zeros(6, 4, 1)}, ValueError, r"features has shape \[6, 4, 1\]; expected \[6, 4\]"),
         ({"features": torch.zeros(6, 4).int()}, TypeError, "features has type torch.int32; expected a floating-point"),
         ({"features": torch.full((6, 4), math.inf)}, ValueError, "features holds NaN or infinite values; expected"),
+        ({"features": torch.eye(6, 4).log()}, ValueError, "features holds NaN or infinite values"),
+        ({"features": 1 / (torch.eye(6, 4) - 1)}, ValueError, "features holds NaN or infinite values"),
+        ({"logits": -torch.eye(6, 3).log()}, ValueError, "logits holds NaN or infinite values"),
         ({"features": None}, TypeError, r"features has type NoneType; expected a floating-point tensor \[6, 4\]"),
         ({"labels": torch.tensor([0, 1, 2, 3, 0, 1])}, ValueError, "labels lie in 0 … 3; expected 0 … 2"),
         ({"labels": torch.tensor([0, 1, 2, -1, 0, 1])}, ValueError, "labels lie in -1 … 2; expected 0 … 2"),

@@ -135,6 +135,8 @@ def test_positive_finite_and_averaging_to_the_budget(spread, mean_margin, expone
         ({"mean_margin": float("inf")}, ValueError, "mean_margin is inf"),
         ({"mean_margin": "1"}, ValueError, "mean_margin is '1'"),
         ({"exponent": float("nan")}, ValueError, "exponent is nan; expected"),
+        ({"exponent": float("inf")}, ValueError, "exponent is inf"),
+        ({"exponent": -float("inf")}, ValueError, "exponent is -inf"),
         ({"exponent": None}, ValueError, "exponent is None"),
         ({"seen": torch.ones(4)}, TypeError, "seen has type torch.float32; expected a bool"),
         ({"seen": [True] * 4}, TypeError, "seen has type list"),

@@ -264,6 +264,15 @@ def test_margins_and_mean_deviation_carry_no_gradient():
     torch.testing.assert_close(found, 2 * torch.autograd.grad(pairs, features)[0])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_mean_deviation_is_a_constant_to_the_gradient(form):
+    _, features, labels = sample()
+    mean_deviation = torch.tensor(1.3, requires_grad=True)
+    representation_loss(features.requires_grad_(), labels, mean_deviation, form).backward()
+    assert features.grad.any()
+    assert mean_deviation.grad is None
+
+
 def test_defaults_and_the_paper_s_setting():
     loss = MR2Loss(K, D)
     assert (loss.mean_margin, loss.statistics.decay, loss.statistics.p) == (1, 0.9, 2)
@@ -277,12 +286,14 @@ def test_defaults_and_the_paper_s_setting():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_before_any_update(form):
-    loss = MR2Loss(K, D, mean_margin=1.7, representation=form).eval()
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_before_any_update(form, statistic):
+    loss = MR2Loss(K, D, mean_margin=1.7, representation=form, statistic=statistic).eval()
     logits, features, labels = batches(1)[0]
     features.requires_grad_()
     out = loss(logits, features, labels)
     assert out.representation == 0
+    assert torch.equal(loss.class_statistic, torch.zeros(K))
     assert torch.equal(loss.margins, torch.full((K,), 1.7))
     assert out.total.item() == pytest.approx(F.cross_entropy(logits / 1.7, labels).item())
     assert not torch.autograd.grad(out.total + 0 * features.sum(), features)[0].any()
@@ -717,12 +728,16 @@ def test_bad_input(change, error, says):
     given = {"logits": torch.zeros(6, 3), "features": torch.zeros(6, 4), "labels": torch.tensor([0, 1, 2, 0, 1, 2])}
     inputs = [change.get(name, value) for name, value in given.items()]
     options = {"num_classes": 3, "feature_dim": 4} | {k: v for k, v in change.items() if k not in given}
-    with pytest.raises(error, match=f"^{says}") as caught:
-        MR2Loss(**options)(*inputs)
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    assert str(caught.value)[-1] in ".?"
-    with pytest.raises(error, match=f"^{says}"):
-        MR2Loss(**options).eval()(*inputs)
+
+    def refused(train):
+        loss = MR2Loss(**options).train(train)
+        return loss(*inputs) if change.keys() <= given.keys() else None  # a bad option is refused before any call
+
+    for train in (True, False):
+        with pytest.raises(error, match=f"^{says}") as caught:
+            refused(train)
+        assert caught.value.__cause__ is caught.value.__context__ is None
+        assert str(caught.value)[-1] in ".?"
 
 
 @pytest.mark.parametrize(

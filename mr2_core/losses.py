@@ -75,8 +75,9 @@ def representation_loss(features: Tensor, labels: Tensor, mean_deviation: Tensor
         Scalar: s̄, the mean over classes of the mean squared Euclidean deviation; a constant to the gradient.
     form : {"printed", "relative"}
         ``printed`` is the formula of arXiv 2602.00205, averaged over all anchors: one without a positive counts as 0.
-        ``relative`` does not change when the features are rescaled, nor with the number of positives, and averages over
-        the anchors that have one. It is 0 while s̄ is 0, when there is no scale to compare with.
+        ``relative``, the default of :class:`MR2Loss`, changes neither when features and s̄ are rescaled together nor
+        with the number of positives, and averages over the anchors that have one. Since s̄ is a constant to the
+        gradient, a step still gains from shrinking all features. It is 0 while s̄ is 0, when there is no scale.
 
     Returns
     -------
@@ -103,19 +104,18 @@ def representation_loss(features: Tensor, labels: Tensor, mean_deviation: Tensor
         distance = SquaredDistances.apply(features - features.mean(dim=0).detach())
 
     same = labels[:, None] == labels
-    positives = same.sum(dim=1, keepdim=True) - 1
+    positives = same.sum(dim=1) - 1
     if form == "printed":
-        exponent, margin = distance, 2 * mean_deviation
+        exponent = distance - 2 * mean_deviation
     else:
         scale = torch.where(mean_deviation > 0, mean_deviation, torch.inf)
-        exponent, margin = distance / scale, 2 + positives.clamp(min=1).to(distance.dtype).log()
-    # ln(1 + Σ exp) as a cross-entropy, without overflow: the anchor itself, at exponent 0, stands for the 1.
-    exponent = exponent - torch.where(same, margin, torch.inf).fill_diagonal_(0)
-    itself = torch.arange(len(labels), device=labels.device)
+        exponent = distance / scale - (2 + positives.clamp(min=1).to(distance.dtype).log())
+    # ln(1 + Σ exp), without overflow, is −ln softmax of the row at the anchor, whose own exponent 0 stands for the 1.
+    exponent = exponent.masked_fill(~same, -torch.inf).fill_diagonal_(0)
+    loss = -exponent.log_softmax(dim=1).diagonal()
     if form == "printed":
-        return F.cross_entropy(exponent, itself)
-    anchors = (positives > 0).sum().clamp(min=1)
-    return torch.where(mean_deviation > 0, F.cross_entropy(exponent, itself, reduction="sum") / anchors, 0)
+        return loss.mean()
+    return torch.where(mean_deviation > 0, loss.sum() / (positives > 0).sum().clamp(min=1), 0)
 
 
 class SquaredDistances(torch.autograd.Function):
@@ -172,8 +172,9 @@ class MR2Loss(nn.Module):
     representation : {"relative", "printed"}
         The form of :func:`representation_loss`.
     warmup : int
-        Calls in ``train()`` mode for which the margins stay c̄ while the statistics settle: classes seen once report no
-        deviation, so that margins from ``deviation`` or ``relative`` alone diverge in the first epochs.
+        Updates of the statistics during which the margins stay c̄ and the representation term 0. Features that are
+        still random are cheaper to shrink than to sort, so that pairs alone can collapse a network at its start; and
+        classes seen once report no deviation, so that margins from ``deviation`` or ``relative`` would diverge.
 
     Raises
     ------
@@ -194,13 +195,13 @@ class MR2Loss(nn.Module):
         feature_dim: int,
         *,
         mean_margin: float = 1.0,
-        representation_weight: float = 0.1,
+        representation_weight: float = 0.01,
         decay: float = 0.9,
         p: float = 2.0,
         statistic: str = "second_moment",
         exponent: float = 1 / 3,
         representation: str = "relative",
-        warmup: int = 0,
+        warmup: int = 100,
     ):
         super().__init__()
         check_law(mean_margin, exponent)
@@ -217,11 +218,10 @@ class MR2Loss(nn.Module):
         self.statistic, self.exponent, self.representation = statistic, exponent, representation
         self.statistics = ClassStatistics(num_classes, feature_dim, decay=decay, p=p)
         self.warmup = warmup
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     @classmethod
     def paper(cls, num_classes: int, feature_dim: int, **changes) -> "MR2Loss":
-        """The printed setting: γ from the second moment to the power 1/3, the printed pairs, λ = 0.1, β = 0.9.
+        """The printed setting: γ from the second moment to the power 1/3, printed pairs, λ = 0.1, β = 0.9, no warm-up.
 
         The paper tunes c̄ and λ by data set; pass ``mean_margin`` and ``representation_weight`` to do the same.
         """
@@ -231,6 +231,7 @@ class MR2Loss(nn.Module):
             "representation": "printed",
             "representation_weight": 0.1,
             "decay": 0.9,
+            "warmup": 0,
         }
         return cls(num_classes, feature_dim, **(printed | changes))
 
@@ -256,7 +257,12 @@ class MR2Loss(nn.Module):
         margins = class_margins(
             self.class_statistic, mean_margin=self.mean_margin, exponent=self.exponent, seen=self.statistics.seen
         )
-        return torch.where(self.updates > self.warmup, margins, self.mean_margin)
+        return torch.where(self.settled, margins, self.mean_margin)
+
+    @property
+    def settled(self) -> Tensor:
+        """Scalar, bool: whether the warm-up is over."""
+        return self.statistics.updates > self.warmup
 
     @property
     def mean_deviation(self) -> Tensor:
@@ -273,10 +279,9 @@ class MR2Loss(nn.Module):
         check_rows("features", features, len(logits), self.statistics.feature_dim)
         if self.training:
             self.statistics.update(features.detach(), labels)
-            self.updates += 1
         logit = self.logit_loss(logits, labels, self.margins)
         if self.representation_weight == 0:
             return MR2Output(logit, logit, torch.zeros_like(logit))
         pairs = representation_loss(features, labels, self.mean_deviation, self.representation)
-        pairs = torch.where(self.statistics.seen.any(), pairs, 0)
+        pairs = torch.where(self.settled, pairs, 0)
         return MR2Output(logit + self.representation_weight * pairs, logit, pairs)

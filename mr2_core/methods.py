@@ -41,12 +41,11 @@ class WeightedMR2(MR2Loss):
 
 
 class PlaceboMR2(MR2Loss):
-    """MR2 whose margins are dealt to the wrong classes, by one permutation for the whole run."""
+    """MR2 whose margins are dealt to the wrong classes, by one random permutation for the whole run."""
 
-    def __init__(self, num_classes: int, feature_dim: int, *, permutation_seed: int = 0, **changes):
+    def __init__(self, num_classes: int, feature_dim: int, **changes):
         super().__init__(num_classes, feature_dim, **changes)
-        generator = torch.Generator().manual_seed(permutation_seed)
-        self.register_buffer("permutation", torch.randperm(num_classes, generator=generator))
+        self.register_buffer("permutation", torch.randperm(num_classes))
 
     @property
     def margins(self) -> Tensor:

@@ -38,10 +38,10 @@ class ClassStatistics(nn.Module):
         [K, D], float32.
     deviation : Tensor
         [K], float32: the mean squared Euclidean deviation, :math:`\lVert\hat s_k\rVert^2`.
-    p_deviation : Tensor
-        [K], float32: the same in the p-norm.
     seen : Tensor
         [K], bool: whether the class has occurred.
+    updates : Tensor
+        Scalar, int64: batches taken in.
 
     Raises
     ------
@@ -66,8 +66,14 @@ class ClassStatistics(nn.Module):
         self.num_classes, self.feature_dim, self.decay, self.p = int(num_classes), int(feature_dim), decay, p
         self.register_buffer("mean", torch.zeros(num_classes, feature_dim, dtype=torch.float32))
         self.register_buffer("deviation", torch.zeros(num_classes, dtype=torch.float32))
-        self.register_buffer("p_deviation", torch.zeros(num_classes, dtype=torch.float32))
+        self.register_buffer("_p_deviation", None if p == 2 else torch.zeros(num_classes, dtype=torch.float32))
         self.register_buffer("seen", torch.zeros(num_classes, dtype=torch.bool))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def p_deviation(self) -> Tensor:
+        """[K]: the mean squared deviation in the p-norm, which for p = 2 is ``deviation`` itself."""
+        return self.deviation if self.p == 2 else self._p_deviation
 
     @property
     def spread(self) -> Tensor:
@@ -105,24 +111,24 @@ class ClassStatistics(nn.Module):
             return sums
 
         count = class_sum(finite.float())
-        least_one = count.clamp(min=1)[:, None]
+        least_one = count.clamp(min=1)
         past = torch.where(count > 0, self.decay * self.seen.float(), 1)  # β; 0 in a first batch; 1 without examples
 
-        mean = torch.lerp(class_sum(features) / least_one, self.mean, past[:, None])
+        mean = torch.lerp(class_sum(features) / least_one[:, None], self.mean, past[:, None])
         shift, from_mean = mean - self.mean, features - mean.index_select(0, labels)
-        squares = torch.stack([squared_norm(from_mean), squared_norm(from_mean, self.p)], dim=1)
-        squares = class_sum(finite[:, None] * squares) / least_one
-        self.deviation.copy_(torch.lerp(squares[:, 0], self.deviation + squared_norm(shift), past))
-        self.p_deviation.copy_(torch.lerp(squares[:, 1], self.p_deviation + squared_norm(shift, self.p), past))
+        for p, deviation in {2: self.deviation, self.p: self.p_deviation}.items():
+            squares = class_sum(finite * squared_norm(from_mean, p)) / least_one
+            deviation.copy_(torch.lerp(squares, deviation + squared_norm(shift, p), past))
         self.mean.copy_(mean)
         self.seen.logical_or_(count > 0)
+        self.updates += 1
 
     def _apply(self, fn, recurse=True):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
-            if moved.dtype != buffer.dtype:  # .half() moves us, but statistics stay float32
+            if moved is not None and moved.dtype != buffer.dtype:  # .half() moves us, but statistics stay float32
                 self._buffers[name] = buffer.to(moved.device)
         return self
 

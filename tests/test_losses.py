@@ -225,7 +225,7 @@ def expected_statistic(statistics, name, p):
 @pytest.mark.parametrize("p", [2.0, 3.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_mr2_is_its_parts(statistic, p, form):
-    options = {"mean_margin": 1.4, "representation_weight": 0.3, "decay": 0.8, "exponent": 0.5}
+    options = {"mean_margin": 1.4, "representation_weight": 0.3, "decay": 0.8, "exponent": 0.5, "warmup": 0}
     loss = MR2Loss(K, D, statistic=statistic, p=p, representation=form, **options)
     statistics = ClassStatistics(K, D, decay=0.8, p=p)
     for logits, features, labels in batches(4):
@@ -249,7 +249,7 @@ def test_mr2_is_its_parts(statistic, p, form):
 
 
 def test_margins_and_mean_deviation_carry_no_gradient():
-    loss = MR2Loss(K, D, representation_weight=0)
+    loss = MR2Loss(K, D, warmup=0, representation_weight=0)
     logits, features, labels = (x.requires_grad_() if x.is_floating_point() else x for x in batches(1)[0])
     loss(logits, features, labels).total.backward()
     assert features.grad is None
@@ -257,7 +257,7 @@ def test_margins_and_mean_deviation_carry_no_gradient():
     expected = torch.autograd.grad(margin_cross_entropy(logits, labels, loss.margins.detach()), logits)[0]
     assert torch.equal(found, expected)
 
-    loss = MR2Loss(K, D, representation_weight=2.0)
+    loss = MR2Loss(K, D, warmup=0, representation_weight=2.0)
     out = loss(logits, features, labels)
     found = torch.autograd.grad(out.total, features)[0]
     pairs = representation_loss(features, labels, loss.mean_deviation.detach(), "relative")
@@ -277,10 +277,10 @@ def test_defaults_and_the_paper_s_setting():
     loss = MR2Loss(K, D)
     assert (loss.mean_margin, loss.statistics.decay, loss.statistics.p) == (1, 0.9, 2)
     assert (loss.statistic, loss.exponent, loss.representation) == ("second_moment", 1 / 3, "relative")
-    assert (loss.representation_weight, loss.warmup) == (0.1, 0)
+    assert (loss.representation_weight, loss.warmup) == (0.01, 100)
     paper = MR2Loss.paper(K, D)
     assert (paper.statistic, paper.exponent, paper.representation) == ("second_moment", 1 / 3, "printed")
-    assert (paper.representation_weight, paper.statistics.decay, paper.statistics.p) == (0.1, 0.9, 2)
+    assert (paper.representation_weight, paper.warmup, paper.statistics.decay, paper.statistics.p) == (0.1, 0, 0.9, 2)
     changed = MR2Loss.paper(K, D, mean_margin=2.0, representation_weight=0.01)
     assert (changed.mean_margin, changed.representation_weight, changed.representation) == (2, 0.01, "printed")
 
@@ -288,7 +288,7 @@ def test_defaults_and_the_paper_s_setting():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_before_any_update(form, statistic):
-    loss = MR2Loss(K, D, mean_margin=1.7, representation=form, statistic=statistic).eval()
+    loss = MR2Loss(K, D, warmup=0, mean_margin=1.7, representation=form, statistic=statistic).eval()
     logits, features, labels = batches(1)[0]
     features.requires_grad_()
     out = loss(logits, features, labels)
@@ -300,7 +300,7 @@ def test_before_any_update(form, statistic):
 
 
 def test_eval_mode_moves_nothing():
-    loss = MR2Loss(K, D)
+    loss = MR2Loss(K, D, warmup=0)
     for batch in batches(3):
         loss(*batch)
     state = copy.deepcopy(loss.state_dict())
@@ -316,7 +316,7 @@ def test_eval_mode_moves_nothing():
 
 def test_statistics_survive_epochs():
     """Going in and out of eval mode, as every epoch does, changes nothing."""
-    through, broken = MR2Loss(K, D), MR2Loss(K, D)
+    through, broken = MR2Loss(K, D, warmup=0), MR2Loss(K, D, warmup=0)
     for batch in batches(6):
         through(*batch)
         broken(*batch)
@@ -326,7 +326,7 @@ def test_statistics_survive_epochs():
 
 
 def test_classes_seen_once_do_not_lower_the_mean_deviation():
-    loss = MR2Loss(3, 2, statistic="deviation", mean_margin=2.0)
+    loss = MR2Loss(3, 2, warmup=0, statistic="deviation", mean_margin=2.0)
     assert loss.mean_deviation == 0
     logits = torch.zeros(3, 3)
     loss(logits, torch.tensor([[0.0, 1.0], [0.0, 3.0], [9.0, 9.0]]), torch.tensor([0, 0, 1]))
@@ -336,7 +336,7 @@ def test_classes_seen_once_do_not_lower_the_mean_deviation():
 
 def test_relative_statistic_of_a_class_about_the_origin_is_finite():
     for scale in (1e-4, 1.0, 1e4):
-        loss = MR2Loss(2, 2, statistic="relative")
+        loss = MR2Loss(2, 2, warmup=0, statistic="relative")
         features = scale * torch.tensor([[3.0, 4.0], [-3.0, -4.0], [1.0, 0.0], [1.0, 1.0]])
         out = loss(torch.zeros(4, 2), features, torch.tensor([0, 0, 1, 1]))
         assert out.total.isfinite()
@@ -346,25 +346,33 @@ def test_relative_statistic_of_a_class_about_the_origin_is_finite():
 
 def test_warmup():
     loss = MR2Loss(K, D, warmup=2, mean_margin=1.5, representation_weight=0.2)
-    without = MR2Loss(K, D, mean_margin=1.5, representation_weight=0.2)
+    without = MR2Loss(K, D, warmup=0, mean_margin=1.5, representation_weight=0.2)
     for step, batch in enumerate(batches(4)):
         loss.eval()(*batch)  # does not count
         out, plain = loss.train()(*batch), without(*batch)
         torch.testing.assert_close(loss.statistics.state_dict(), without.statistics.state_dict(), rtol=0, atol=0)
-        assert out.representation == plain.representation
         if step < 2:
+            assert out.representation == 0
+            assert out.total == out.logit
             assert torch.equal(loss.margins, torch.full((K,), 1.5))
             assert out.logit.item() == pytest.approx(F.cross_entropy(batch[0] / 1.5, batch[2]).item())
         else:
             assert torch.equal(loss.margins, without.margins)
+            assert out.representation == plain.representation > 0
             assert torch.equal(out.total, plain.total)
-    assert loss.updates == 4
-    assert loss.updates.dtype == torch.int64
-    assert loss.half().updates == 4
+    assert loss.statistics.updates == 4
+    assert loss.half().statistics.updates == 4
+
+
+def test_statistics_updated_by_hand_count():
+    loss = MR2Loss(K, D, warmup=1)
+    for step, (_, features, labels) in enumerate(batches(2)):
+        loss.statistics.update(features, labels)
+        assert torch.equal(loss.margins, torch.ones(K)) == (step == 0)
 
 
 def test_a_refused_batch_changes_nothing():
-    loss = MR2Loss(K, D)
+    loss = MR2Loss(K, D, warmup=0)
     logits, features, labels = batches(1)[0]
     loss(logits, features, labels)
     state = copy.deepcopy(loss.state_dict())
@@ -475,31 +483,31 @@ def test_save_load_and_continue_is_never_having_stopped():
     for ours, theirs in zip(resumed[:2], through[:2], strict=True):
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     assert set(resumed[1].state_dict()) == {
-        "updates",
+        "statistics.updates",
         "statistics.mean",
         "statistics.deviation",
-        "statistics.p_deviation",
+        "statistics._p_deviation",
         "statistics.seen",
     }
 
 
 def test_a_copy_continues_as_the_original():
     first, *rest = batches(3)
-    original, through = MR2Loss(K, D), MR2Loss(K, D)
+    original, through = MR2Loss(K, D, warmup=0), MR2Loss(K, D, warmup=0)
     original(*first)
     through(*first)
     copies = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
     for batch in rest:
         expected = through(*batch)
         assert all(other(*batch) == expected for other in copies)
-    assert original.updates == 1
+    assert original.statistics.updates == 1
 
 
 def rank(number, address, folder):
     """One of two processes, each with half of every batch."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=address, rank=number, world_size=2)
-    loss, outputs = MR2Loss(K, D, statistic="centred"), []
+    loss, outputs = MR2Loss(K, D, warmup=0, statistic="centred"), []
     for batch in batches(4):
         outputs.append(torch.stack(loss(*(part[number::2] for part in batch))))
     torch.save({"state": loss.state_dict(), "margins": loss.margins, "outputs": outputs}, folder / f"{number}.pt")
@@ -510,7 +518,7 @@ def test_two_processes_equal_one_on_the_joined_batch(tmp_path):
     torch.multiprocessing.spawn(rank, ((tmp_path / "rendezvous").as_uri(), tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in (0, 1))
     torch.testing.assert_close(first["state"], second["state"], rtol=0, atol=0)
-    loss = MR2Loss(K, D, statistic="centred")
+    loss = MR2Loss(K, D, warmup=0, statistic="centred")
     for batch, ours, theirs in zip(batches(4), first["outputs"], second["outputs"], strict=True):
         joined = loss(*batch)
         torch.testing.assert_close((ours[1] + theirs[1]) / 2, joined.logit, rtol=1e-5, atol=0)

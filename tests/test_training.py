@@ -36,7 +36,7 @@ def loader(**changes):
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return build_model("compact-grey", 5), MR2Loss(5, 128)
+    return build_model("compact-grey", 5), MR2Loss(5, 128, warmup=2)
 
 
 class TestLoader:
@@ -202,7 +202,7 @@ class TestFit:
         class Broken(MR2Loss):
             def forward(self, logits, features, labels):
                 out = super().forward(logits, features, labels)
-                return out._replace(total=out.total * (factor if self.updates == 6 else 1))
+                return out._replace(total=out.total * (factor if self.statistics.updates == 6 else 1))
 
         path = tmp_path / "run.pt"
         sentence = f"non-finite at epoch 1, step 2, learning rate 0.0481; the last good checkpoint is {path}"

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=(0, 1),
         help="i/n: every n-th run from the i-th, counted from 1, as in a job array",
     )
-    report.add_argument("--reference", required=True, help="the arm that others are compared with")
+    report.add_argument("--reference", action="append", help="compare with this arm (default: the study's endpoints)")
     report.add_argument(
         "--ranking", default="all", help="whose validation accuracy makes the thirds (default: all arms)"
     )
@@ -64,19 +64,23 @@ def do_run(options) -> int:
 
 
 def do_report(options) -> int:
-    """Print the table."""
-    from mr2_core.studies import read_study, table
+    """Print a table for each reference arm; as CSV with every number, else as people read it."""
+    from mr2_core.studies import read_endpoints, read_study, readable, table
 
-    frame = table(read_study(options.study, options.results), reference=options.reference, ranking=options.ranking)
-    write = {"text": frame.to_string, "markdown": frame.to_markdown, "latex": frame.to_latex, "csv": frame.to_csv}
-    kind = (
-        {}
-        if options.format == "csv"
-        else {"floatfmt": ".2f"}
-        if options.format == "markdown"
-        else {"float_format": "%.2f"}
-    )
-    print(write[options.format](**kind))
+    runs, endpoints = read_study(options.study, options.results), read_endpoints(options.study)
+    for reference in options.reference or endpoints["references"]:
+        frame = table(runs, reference=reference, ranking=options.ranking, easy_margin=endpoints["easy_margin"])
+        if options.format == "csv":
+            print(frame.to_csv(index_label="arm"))
+            continue
+        print(
+            f"{frame['seeds'].sum()} of {len(runs)} runs are done; thirds by {options.ranking}; Δ against {reference}\n"
+        )
+        shown = readable(frame)
+        print(
+            {"text": shown.to_string, "markdown": shown.to_markdown, "latex": shown.to_latex}[options.format](),
+            end="\n\n",
+        )
     return 0
 
 

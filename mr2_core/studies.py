@@ -1,5 +1,6 @@
 """Studies: a TOML file of arms and seeds → one JSON a run → tables with paired intervals."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -9,15 +10,18 @@ import os
 import platform
 import signal
 import subprocess
+import threading
 import time
 import tomllib
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 
-from mr2_core.data import load_dataset, split_train_validation, subset_per_class
+from mr2_core.data import data_folder, load_dataset, split_train_validation, subset_per_class
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
 from mr2_core.models import build_model
@@ -68,8 +72,10 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     ----------
     path : path
         A TOML file with ``name``, ``kind`` (tuning, confirmatory or descriptive), ``dataset``, ``model``, ``seeds``,
-        optionally ``per_class`` and ``head``, a table ``training`` of :class:`Settings`, and a table ``arms`` with, for
-        each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs.
+        optionally ``root`` (where ``arrays`` or a ``folder`` lie; a relative path starts at the folder MR2_DATA names,
+        else at the repository's ``data``), ``per_class``, ``head``, a table ``training`` of :class:`Settings`, a table
+        ``endpoints`` (see :func:`read_endpoints`), and a table ``arms`` with, for each arm, its ``method``, the
+        method's hyperparameters, and a table ``training`` of what differs.
     results : path
         The folder under which ``<study>/<arm>/seed<k>.json`` are kept.
 
@@ -78,15 +84,9 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     ValueError
         If something is missing, unknown or out of range, naming it.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is no file; expected a study such as studies/example.toml.")
-    try:
-        study = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}.") from error
+    study = _toml(path)
     needed = ("name", "kind", "dataset", "model", "seeds", "arms")
-    known = (*needed, "title", "per_class", "head", "training")
+    known = (*needed, "title", "root", "per_class", "head", "training", "endpoints")
     if missing := [key for key in needed if key not in study]:
         raise ValueError(f"{path} lacks {', '.join(missing)}.")
     if unknown := [key for key in study if key not in known]:
@@ -106,6 +106,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
             configuration = {
                 "kind": study["kind"],
                 "dataset": study["dataset"],
+                **({"root": study["root"]} if "root" in study else {}),
                 "per_class": study.get("per_class"),
                 "model": study["model"],
                 "head": study.get("head", "linear"),
@@ -119,6 +120,43 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     return runs
 
 
+def read_endpoints(path: str | os.PathLike) -> dict:
+    """What a study committed itself to before it ran.
+
+    Parameters
+    ----------
+    path : path
+        A study file. Its table ``endpoints`` may hold ``references``, the arms that others must beat (by default the
+        first arm), and ``easy_margin``, how many points of the easy third a gain may cost (1 by default).
+
+    Raises
+    ------
+    ValueError
+        If a reference is no arm, the margin no positive number, or another key is there.
+    """
+    study = _toml(path)
+    endpoints = {"references": list(study["arms"])[:1], "easy_margin": 1.0} | study.get("endpoints", {})
+    if unknown := set(endpoints) - {"references", "easy_margin"}:
+        raise ValueError(f"{path}: endpoints has unknown keys {', '.join(sorted(unknown))}.")
+    if unknown := set(endpoints["references"]) - set(study["arms"]):
+        raise ValueError(
+            f"{path}: endpoints names {', '.join(sorted(unknown))}; the arms are {', '.join(study['arms'])}."
+        )
+    if not endpoints["easy_margin"] > 0:
+        raise ValueError(f"{path}: easy_margin is {endpoints['easy_margin']!r}; expected a positive number of points.")
+    return endpoints
+
+
+def _toml(path: str | os.PathLike) -> dict:
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; expected a study such as studies/cifar100-compact.toml.")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}.") from error
+
+
 def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
     """Do one run, from the checkpoint beside its result where there is one, and write its JSON.
 
@@ -130,7 +168,8 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
         After SIGINT, SIGTERM or an alarm; the same call goes on from there.
     """
     c = run.configuration
-    dataset = load_dataset(c["dataset"])
+    root = Path(os.environ.get("MR2_DATA") or data_folder()) / c["root"] if "root" in c else None
+    dataset = load_dataset(c["dataset"], root)
     settings = Settings(**c["training"])
     smallest = int(np.bincount(dataset.y_train).min())
     chosen, validation = split_train_validation(dataset.y_train, min(50, smallest // 5))
@@ -252,7 +291,8 @@ def provenance(device: str) -> dict:
 def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: float | None = None) -> int:
     """Do what is missing, ``jobs`` runs at a time; return how many are still missing.
 
-    With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call.
+    With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call. A run
+    that another process is doing is left to it.
     """
     missing = [run for run in runs if run.record is None]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to do.", flush=True)
@@ -264,21 +304,44 @@ def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: fl
             if not _one(item):
                 break
     else:
-        with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        with multiprocessing.get_context("spawn").Pool(jobs, _stop_with_parent, maxtasksperchild=1) as pool:
             for _ in pool.imap_unordered(_one, work):
                 pass
     return sum(run.record is None for run in runs)
 
 
+def _stop_with_parent() -> None:
+    """Let a worker save and stop when the command it belongs to is gone, however that was ended."""
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _budget_spent(*_):
+    raise Interrupted("The budget is spent; the same command goes on.")
+
+
 def _one(item) -> bool:
     run, device, deadline, threads = item
     torch.set_num_threads(threads)
+    run.result.parent.mkdir(parents=True, exist_ok=True)
     if deadline:
         if time.time() >= deadline:
             return False
+        signal.signal(signal.SIGALRM, _budget_spent)  # until and after the loop, which saves first
         signal.setitimer(signal.ITIMER_REAL, deadline - time.time())
     try:
-        execute(run, device=device)
+        with filelock.FileLock(run.result.with_suffix(".lock"), blocking=False):
+            if run.record is None:
+                execute(run, device=device)
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                run.result.with_suffix(".lock").unlink()
+    except filelock.Timeout:
+        print(f"{run.study} {run.arm} seed {run.seed} is being done by another process.", flush=True)
     except Interrupted as stopped:
         print(stopped, flush=True)
         return False
@@ -298,9 +361,7 @@ def levels(by_class: np.ndarray, ranking: np.ndarray) -> np.ndarray:
     return np.stack([by_class.mean(axis=-1), *thirds], axis=-1)
 
 
-def table(
-    runs: list[Run], *, reference: str, ranking: str = "all", resamples: int = 4000, seed: int = 0
-) -> pd.DataFrame:
+def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin: float = 1.0) -> pd.DataFrame:
     """Accuracy of each arm by third, and its paired difference from a reference arm.
 
     Parameters
@@ -311,15 +372,16 @@ def table(
         The arm to subtract.
     ranking : str
         ``all``: by validation accuracy averaged over all arms; or an arm's name: by that arm's alone. Never by test.
-    resamples, seed : int
-        Of the bootstrap over seeds × test images: seeds are drawn with replacement, and for each class its test images,
-        the same for both arms.
+    easy_margin : float
+        How many points of the easy third count as kept.
 
     Returns
     -------
     DataFrame
-        By arm: ``seeds``, accuracies in per cent (``overall`` … ``hard``), and for each ``Δ level`` the paired
-        difference in points with ``low`` and ``high`` of its 95 % interval.
+        By arm: ``seeds``, accuracies in per cent (``overall`` … ``hard``), and for each level ``Δ level``, the paired
+        difference in points, with ``low`` and ``high`` of its 95 % interval (:func:`interval`) and ``p``, adjusted by
+        Holm over the arms. ``hard gains`` and ``easy kept`` say whether the gain of the hard third has p < 0.05, and
+        whether the interval of the easy third stays above ``-easy_margin``. Tuning runs have differences only.
     """
     done = {(run.arm, run.seed): run for run in runs if run.record}
     if not any(arm == reference for arm, _ in done):
@@ -329,44 +391,107 @@ def table(
         raise ValueError(f"ranking is {ranking!r}; expected 'all' or an arm with runs that are done.")
     order = validation_ranking(used)
     tuning = next(iter(done.values())).configuration["kind"] == "tuning"
-    generator = np.random.default_rng(seed)
+    key = "validation_by_class" if tuning else "test_by_class"
     rows = {}
     for arm in dict.fromkeys(run.arm for run in runs):
         seeds = sorted(s for a, s in done if a == arm)
         if not seeds:
             continue
-        key = "validation_by_class" if tuning else "test_by_class"
         accuracy = levels(np.array([done[arm, s].record[key] for s in seeds]), order).mean(axis=0)
         row = {"seeds": len(seeds)} | dict(zip(LEVELS, 100 * accuracy, strict=True))
         shared = [s for s in seeds if (reference, s) in done]
         if shared and arm != reference:
-            own, other = (np.array([done[a, s].record[key] for s in shared]) for a in (arm, reference))
-            row |= dict(
-                zip([f"Δ {level}" for level in LEVELS], 100 * levels(own - other, order).mean(axis=0), strict=True)
-            )
+            own, other = ([done[a, s] for s in shared] for a in (arm, reference))
+            change = np.mean([a.record[key] for a in own], axis=0) - np.mean([b.record[key] for b in other], axis=0)
+            row |= {f"Δ {level}": 100 * value for level, value in zip(LEVELS, levels(change, order), strict=True)}
             if not tuning and len(shared) > 1:
-                draws = _bootstrap(
-                    [done[arm, s] for s in shared], [done[reference, s] for s in shared], order, resamples, generator
-                )
-                for level, (low, high) in zip(LEVELS, 100 * np.quantile(draws, (0.025, 0.975), axis=0).T, strict=True):
-                    row |= {f"low {level}": low, f"high {level}": high}
+                right = np.stack([correct(a).astype(float) - correct(b) for a, b in zip(own, other, strict=True)])
+                low, high, p = interval(right, labels_of(own[0]), order)
+                for i, level in enumerate(LEVELS):
+                    row |= {f"low {level}": 100 * low[i], f"high {level}": 100 * high[i], f"p {level}": p[i]}
         rows[arm] = row
-    return pd.DataFrame.from_dict(rows, orient="index")
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    if "p hard" in frame:
+        for level in LEVELS:
+            frame[f"p {level}"] = holm(frame[f"p {level}"])
+        compared = frame["p hard"].notna()
+        frame["hard gains"] = ((frame["p hard"] < 0.05) & (frame["Δ hard"] > 0)).where(compared)
+        frame["easy kept"] = (frame["low easy"] > -easy_margin).where(compared)
+    return frame
 
 
-def _bootstrap(own: list[Run], other: list[Run], ranking, resamples: int, generator) -> np.ndarray:
-    """Draws [resamples, 4] of the paired difference over seeds × test images within class."""
-    difference = np.stack([correct(a).astype(float) - correct(b) for a, b in zip(own, other, strict=True)])
-    with np.load(own[0].result.with_suffix(".npz")) as arrays:
-        labels = arrays["label"]
-    by_class = [difference[:, labels == k] for k in range(labels.max() + 1)]
-    seeds = generator.multinomial(len(own), np.full(len(own), 1 / len(own)), resamples) / len(own)
-    draws = []
+def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, level: float = 0.95):
+    r"""Interval for a mean difference over seeds × test images, both of which are samples.
+
+    Seeds and images are crossed, so the variance of the mean is estimated by
+    :math:`\hat V_{seeds} + \hat V_{images} - \hat V_{residual}` (each of the first two holds the residual once), images
+    being drawn within their class. The quantile is Student's t with one degree of freedom less than there are seeds:
+    with five seeds the percentiles of a bootstrap would be a third too narrow.
+
+    Parameters
+    ----------
+    difference : ndarray
+        [S, N]: a difference of scores by seed and image.
+    labels : ndarray
+        [N]: class of each image.
+    ranking : ndarray
+        [K]: classes, easiest first.
+    level : float
+        Of the interval.
+
+    Returns
+    -------
+    low, high, p : ndarray
+        [4] each, for the levels overall, easy, medium and hard; p is two-sided.
+    """
+    seeds, classes = len(difference), len(ranking)
+    by_class = [difference[:, labels == k] for k in range(classes)]
+    mean = np.stack([rows.mean(axis=1) for rows in by_class], axis=1)
+    image = np.array([rows.mean(axis=0).var(ddof=1) / rows.shape[1] for rows in by_class])
+    residual = []
     for rows in by_class:
-        count = rows.shape[1]
-        images = generator.multinomial(count, np.full(count, 1 / count), resamples) / count
-        draws.append(((seeds @ rows) * images).sum(axis=1))
-    return levels(np.stack(draws, axis=-1), ranking)
+        rest = rows - rows.mean(axis=0) - rows.mean(axis=1, keepdims=True) + rows.mean()
+        residual.append((rest**2).sum() / ((seeds - 1) * (rows.shape[1] - 1)) / rows.size)
+    parts = [np.arange(classes), *np.array_split(ranking, 3)]
+    images = np.array([np.maximum(image - residual, 0)[part].sum() / len(part) ** 2 for part in parts])
+    by_seed = levels(mean, ranking)
+    centre, error = by_seed.mean(axis=0), np.sqrt(by_seed.var(axis=0, ddof=1) / seeds + images)
+    half = stats.t.ppf((1 + level) / 2, seeds - 1) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = np.where(error > 0, 2 * stats.t.sf(np.abs(centre) / error, seeds - 1), np.where(centre == 0, 1.0, 0.0))
+    return centre - half, centre + half, p
+
+
+def holm(p: pd.Series) -> pd.Series:
+    """Adjust p-values for their number (Holm 1979); missing ones stay missing."""
+    known = p.dropna().sort_values()
+    factors = np.arange(len(known), 0, -1)
+    return (known * factors).cummax().clip(upper=1).reindex(p.index)
+
+
+def readable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table as people read it: accuracies, then each difference with its interval in one cell."""
+    cells = {"seeds": frame["seeds"].astype(str)} | {level: frame[level].map("{:.1f}".format) for level in LEVELS}
+    for level in LEVELS if "Δ hard" in frame else ():
+        cells[f"Δ {level}"] = [
+            ""
+            if np.isnan(row[f"Δ {level}"])
+            else f"{row[f'Δ {level}']:+.1f}"
+            if np.isnan(row.get(f"low {level}", np.nan))
+            else f"{row[f'Δ {level}']:+.1f} [{row[f'low {level}']:+.1f}, {row[f'high {level}']:+.1f}]"
+            for _, row in frame.iterrows()
+        ]
+    if "p hard" in frame:
+        cells["p hard (Holm)"] = frame["p hard"].map(lambda p: "" if np.isnan(p) else f"{p:.3f}")
+        for name in ("hard gains", "easy kept"):
+            cells[name] = frame[name].map({True: "yes", False: "no"}).fillna("")
+    return pd.DataFrame(cells, index=frame.index)
+
+
+def labels_of(run: Run) -> np.ndarray:
+    """Classes of the test images, [N]."""
+    with np.load(run.result.with_suffix(".npz")) as arrays:
+        return arrays["label"]
 
 
 def correct(run: Run) -> np.ndarray:

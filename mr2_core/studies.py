@@ -25,6 +25,7 @@ from mr2_core.data import data_folder, load_dataset, split_train_validation, sub
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
 from mr2_core.models import build_model
+from mr2_core.probe import ProbeSettings, run_probe
 from mr2_core.statistics import squared_norm
 from mr2_core.training import BatchLoader, Interrupted, Settings, channel_moments, fit, predict, stream
 
@@ -99,7 +100,8 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
             hyperparameters = dict(hyperparameters)
             method, training = hyperparameters.pop("method"), hyperparameters.pop("training", {})
             try:
-                settings = Settings(**(study.get("training", {}) | training))
+                kind = ProbeSettings if study["model"] == "probe" else Settings
+                settings = kind(**(study.get("training", {}) | training))
                 build_method(method, 2, 1, **hyperparameters)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, arm {arm}: {error}") from error
@@ -167,7 +169,10 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
     Interrupted
         After SIGINT, SIGTERM or an alarm; the same call goes on from there.
     """
-    c = run.configuration
+    c, started = run.configuration, time.time()
+    if c["model"] == "probe":
+        parts, arrays = run_probe(c, device)
+        return write_result(run, {"seconds": round(time.time() - started, 1)} | parts, arrays, device)
     root = Path(os.environ.get("MR2_DATA") or data_folder()) / c["root"] if "root" in c else None
     dataset = load_dataset(c["dataset"], root)
     settings = Settings(**c["training"])
@@ -217,38 +222,46 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
         description=f"{run.study} {run.arm} seed {run.seed}",
         progress=progress,
     )
+    parts = {
+        "seconds": round(sum(r["seconds"] for r in history), 1),
+        "history": history,
+        "validation_by_class": digits(evaluate(dataset.x_train[validation], y_validation)[1].by_class),
+        "train_by_class": digits(evaluate(dataset.x_train[chosen], dataset.y_train[chosen])[1].by_class),
+    }
+    arrays = None
+    if c["kind"] != "tuning":
+        logits, report = evaluate(dataset.x_test, dataset.y_test)
+        parts["test_by_class"] = digits(report.by_class)
+        probability = torch.from_numpy(logits).softmax(dim=1).numpy()
+        arrays = {
+            "label": dataset.y_test.astype(np.uint16),
+            "prediction": logits.argmax(axis=1).astype(np.uint16),
+            "truth_probability": probability[np.arange(len(logits)), dataset.y_test].astype(np.float16),
+            "top_probability": probability.max(axis=1).astype(np.float16),
+        }
+    record = write_result(run, parts, arrays, device)
+    for path in (checkpoint, checkpoint.with_suffix(".jsonl")):
+        path.unlink(missing_ok=True)
+    return record
+
+
+def write_result(run: Run, parts: dict, arrays: dict | None, device: str) -> dict:
+    """Write a run's predictions, and then its JSON, whose presence says that the run is done; return the record."""
     record = {
         "schema": SCHEMA,
         "identity": run.identity,
         "study": run.study,
         "arm": run.arm,
         "seed": run.seed,
-        "configuration": c,
+        "configuration": run.configuration,
         "made_with": provenance(device),
-        "seconds": round(sum(r["seconds"] for r in history), 1),
-        "history": history,
-        "validation_by_class": digits(evaluate(dataset.x_train[validation], y_validation)[1].by_class),
-        "train_by_class": digits(evaluate(dataset.x_train[chosen], dataset.y_train[chosen])[1].by_class),
-    }
-    if c["kind"] != "tuning":
-        logits, report = evaluate(dataset.x_test, dataset.y_test)
-        record["test_by_class"] = digits(report.by_class)
-        probability = torch.from_numpy(logits).softmax(dim=1).numpy()
-        rows = np.arange(len(logits))
+    } | parts
+    if arrays:
         write_atomically(
             run.result.with_suffix(".npz"),
-            lambda path: np.savez_compressed(
-                path,
-                label=dataset.y_test.astype(np.uint16),
-                prediction=logits.argmax(axis=1).astype(np.uint16),
-                identity=np.array(run.identity),
-                truth_probability=probability[rows, dataset.y_test].astype(np.float16),
-                top_probability=probability.max(axis=1).astype(np.float16),
-            ),
+            lambda path: np.savez_compressed(path, identity=np.array(run.identity), **arrays),
         )
     write_atomically(run.result, lambda path: path.write_text(json.dumps(record, separators=(",", ":")) + "\n"))
-    for path in (checkpoint, checkpoint.with_suffix(".jsonl")):
-        path.unlink(missing_ok=True)
     return record
 
 
@@ -350,9 +363,10 @@ def _one(item) -> bool:
     return True
 
 
-def validation_ranking(records: list[dict]) -> np.ndarray:
-    """Classes, easiest first, by validation accuracy averaged over runs."""
-    return np.argsort(-np.mean([record["validation_by_class"] for record in records], axis=0), kind="stable")
+def validation_ranking(records: list[list[dict]]) -> np.ndarray:
+    """Classes, easiest first, by validation accuracy: the mean over arms of the mean over each arm's runs."""
+    by_arm = [np.mean([record["validation_by_class"] for record in runs], axis=0) for runs in records]
+    return np.argsort(-np.mean(by_arm, axis=0), kind="stable")
 
 
 def levels(by_class: np.ndarray, ranking: np.ndarray) -> np.ndarray:
@@ -380,16 +394,17 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     DataFrame
         By arm: ``seeds``, accuracies in per cent (``overall`` … ``hard``), and for each level ``Δ level``, the paired
         difference in points, with ``low`` and ``high`` of its 95 % interval (:func:`interval`) and ``p``, adjusted by
-        Holm over the arms. ``hard gains`` and ``easy kept`` say whether the gain of the hard third has p < 0.05, and
-        whether the interval of the easy third stays above ``-easy_margin``. Tuning runs have differences only.
+        Holm over the arms of the study (the intervals are not adjusted). Once all runs are done, ``hard gains`` and
+        ``easy kept`` say whether the gain of the hard third has p < 0.05, and whether the interval of the easy third
+        stays above ``-easy_margin``; looking earlier would be looking often. Tuning runs have differences only.
     """
     done = {(run.arm, run.seed): run for run in runs if run.record}
     if not any(arm == reference for arm, _ in done):
         raise ValueError(f"no run of the reference arm {reference!r} is done; done are {sorted({a for a, _ in done})}.")
-    used = [run.record for run in done.values() if ranking in ("all", run.arm)]
-    if not used:
+    arms = [arm for arm in dict.fromkeys(arm for arm, _ in done) if ranking in ("all", arm)]
+    if not arms:
         raise ValueError(f"ranking is {ranking!r}; expected 'all' or an arm with runs that are done.")
-    order = validation_ranking(used)
+    order = validation_ranking([[run.record for (a, _), run in done.items() if a == arm] for arm in arms])
     tuning = next(iter(done.values())).configuration["kind"] == "tuning"
     key = "validation_by_class" if tuning else "test_by_class"
     rows = {}
@@ -413,10 +428,11 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     frame = pd.DataFrame.from_dict(rows, orient="index")
     if "p hard" in frame:
         for level in LEVELS:
-            frame[f"p {level}"] = holm(frame[f"p {level}"])
-        compared = frame["p hard"].notna()
-        frame["hard gains"] = ((frame["p hard"] < 0.05) & (frame["Δ hard"] > 0)).where(compared)
-        frame["easy kept"] = (frame["low easy"] > -easy_margin).where(compared)
+            frame[f"p {level}"] = holm(frame[f"p {level}"], count=len({run.arm for run in runs}) - 1)
+        if len(done) == len(runs):
+            compared = frame["Δ hard"].notna()
+            frame["hard gains"] = ((frame["p hard"] < 0.05) & (frame["Δ hard"] > 0)).where(compared)
+            frame["easy kept"] = (frame["low easy"] > -easy_margin).where(compared)
     return frame
 
 
@@ -443,7 +459,14 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
     -------
     low, high, p : ndarray
         [4] each, for the levels overall, easy, medium and hard; p is two-sided.
+
+    Raises
+    ------
+    ValueError
+        With fewer than two seeds, or fewer than two images of a class.
     """
+    if len(difference) < 2 or np.bincount(labels, minlength=len(ranking)).min() < 2:
+        raise ValueError(f"difference has {len(difference)} seeds; expected at least 2, and 2 images of each class.")
     seeds, classes = len(difference), len(ranking)
     by_class = [difference[:, labels == k] for k in range(classes)]
     mean = np.stack([rows.mean(axis=1) for rows in by_class], axis=1)
@@ -453,19 +476,21 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
         rest = rows - rows.mean(axis=0) - rows.mean(axis=1, keepdims=True) + rows.mean()
         residual.append((rest**2).sum() / ((seeds - 1) * (rows.shape[1] - 1)) / rows.size)
     parts = [np.arange(classes), *np.array_split(ranking, 3)]
-    images = np.array([np.maximum(image - residual, 0)[part].sum() / len(part) ** 2 for part in parts])
+    images = np.array([max((image - residual)[part].sum(), 0) / len(part) ** 2 for part in parts])
     by_seed = levels(mean, ranking)
     centre, error = by_seed.mean(axis=0), np.sqrt(by_seed.var(axis=0, ddof=1) / seeds + images)
     half = stats.t.ppf((1 + level) / 2, seeds - 1) * error
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = np.where(error > 0, 2 * stats.t.sf(np.abs(centre) / error, seeds - 1), np.where(centre == 0, 1.0, 0.0))
+    # Differences that never vary are no certainty: without a difference p is 1, else there is none.
+    p = np.where(centre == 0, 1.0, np.nan)
+    np.divide(np.abs(centre), error, out=p, where=error > 0)
+    p = np.where(error > 0, 2 * stats.t.sf(p, seeds - 1), p)
     return centre - half, centre + half, p
 
 
-def holm(p: pd.Series) -> pd.Series:
-    """Adjust p-values for their number (Holm 1979); missing ones stay missing."""
+def holm(p: pd.Series, count: int) -> pd.Series:
+    """Adjust p-values for the number of them that was planned (Holm 1979); missing ones stay missing."""
     known = p.dropna().sort_values()
-    factors = np.arange(len(known), 0, -1)
+    factors = count - np.arange(len(known))
     return (known * factors).cummax().clip(upper=1).reindex(p.index)
 
 
@@ -483,7 +508,8 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
         ]
     if "p hard" in frame:
         cells["p hard (Holm)"] = frame["p hard"].map(lambda p: "" if np.isnan(p) else f"{p:.3f}")
-        for name in ("hard gains", "easy kept"):
+    for name in ("hard gains", "easy kept"):
+        if name in frame:
             cells[name] = frame[name].map({True: "yes", False: "no"}).fillna("")
     return pd.DataFrame(cells, index=frame.index)
 

@@ -296,10 +296,25 @@ class TestTable:
         assert frame.loc["a", ["Δ hard", "p hard", "hard gains", "easy kept"]].isna().all()
         other = table(runs, reference="b")
         assert not other.loc["a", "hard gains"], "a loss, however certain, is no gain"
+        some = table(runs[:-1], reference="a")
+        assert "hard gains" in some, "all that was planned is done"
+        runs[-1].result.unlink()
+        assert "hard gains" not in table(runs, reference="a"), "claims wait for the last run"
         shown = readable(frame)
         assert shown.loc["a", ["Δ hard", "p hard (Holm)", "hard gains"]].tolist() == ["", "", ""]
         low, high = frame.loc["b", ["low hard", "high hard"]]
         assert shown.loc["b", "Δ hard"] == f"{frame.loc['b', 'Δ hard']:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+    def test_ranking_weighs_arms_and_not_runs(self, runs):
+        for run in runs:
+            if run.arm == "b":
+                validation = [0.5, 0.9, 0.7, 0.6, 0.3, 0.1]
+                run.result.write_text(json.dumps(run.record | {"validation_by_class": validation}))
+        for run in runs[2::2]:  # of the reference only the first seed is left
+            run.result.unlink()
+        # Over arms, class 0 has (0.9 + 0.5) / 2 and class 2 (0.58 + 0.7) / 2; over runs their order would turn.
+        easy = np.mean([runs[0].record["test_by_class"][k] for k in (0, 1)])
+        assert table(runs, reference="a").loc["a", "easy"] == pytest.approx(100 * easy)
 
     def test_ranking_may_be_one_arms(self, runs):
         for run in runs:
@@ -343,9 +358,22 @@ def test_interval_of_seeds_alone_is_student_s():
 
 
 def test_holm():
-    adjusted = holm(pd.Series([0.01, 0.04, np.nan, 0.03, 0.005], index=list("abcde")))
-    expected = [0.03, 0.06, np.nan, 0.06, 0.02]  # worked by hand: sorted, times 4, 3, 2, 1, never falling
-    np.testing.assert_allclose(adjusted, expected)
+    p = pd.Series([0.01, 0.04, np.nan, 0.03, 0.005], index=list("abcde"))
+    # Worked by hand: sorted, times 4, 3, 2, 1, never falling
+    np.testing.assert_allclose(holm(p, 4), [0.03, 0.06, np.nan, 0.06, 0.02])
+    np.testing.assert_allclose(holm(p, 5), [0.04, 0.09, np.nan, 0.09, 0.025])  # one result is still to come
+
+
+def test_no_variation_is_no_certainty():
+    labels = np.repeat(np.arange(3), 4)
+    low, high, p = interval(np.ones((5, 12)), labels, np.arange(3))
+    assert np.isnan(p).all()
+    np.testing.assert_array_equal(low, high)
+    assert interval(np.zeros((5, 12)), labels, np.arange(3))[2].tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="difference has 1 seeds; expected at least 2"):
+        interval(np.ones((1, 12)), labels, np.arange(3))
+    with pytest.raises(ValueError, match="and 2 images of each class"):
+        interval(np.ones((5, 12)), np.minimum(np.arange(12), 1), np.arange(2))
 
 
 def test_levels_are_overall_and_thirds():

@@ -1,11 +1,13 @@
 """Training methods by name: each a loss module with the signature of :class:`MR2Loss`."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mr2_core import baselines
 from mr2_core.losses import MR2Loss, MR2Output
 
 
@@ -68,6 +70,27 @@ METHODS = {
     "mr2-paper": Method(MR2Loss.paper, "the same, as printed", 2026),
     "mr2-weighted": Method(WeightedMR2, "ablation: margin loss weighted by the margin", 2026),
     "mr2-placebo": Method(PlaceboMR2, "control: margins permuted over classes", 2026),
+    "label-smoothing": Method(baselines.LabelSmoothing, "Szegedy et al., Rethinking the Inception architecture", 2016),
+    "mixup": Method(baselines.Mixup, "Zhang et al., mixup: beyond empirical risk minimization", 2018),
+    "focal": Method(baselines.Focal, "Lin et al., Focal loss for dense object detection", 2017),
+    "class-balanced": Method(baselines.ClassBalanced, "Cui et al., Class-balanced loss, effective number", 2019),
+    "lff": Method(baselines.LfF, "Nam et al., Learning from failure", 2020),
+    "jtt": Method(baselines.JTT, "Liu et al., Just train twice", 2021),
+    "ldam": Method(baselines.LDAM, "Cao et al., Label-distribution-aware margin loss", 2019),
+    "ldam-drw": Method(baselines.LDAMDRW, "the same, with deferred re-weighting", 2019),
+    "logit-adjustment": Method(
+        baselines.LogitAdjustment, "Menon et al., Long-tail learning via logit adjustment", 2021
+    ),
+    "eql": Method(baselines.EQL, "Tan et al., Equalization loss for long-tailed object recognition", 2020),
+    "vs": Method(baselines.VS, "Kini et al., Label-imbalanced and group-sensitive classification", 2021),
+    "ldt": Method(baselines.LDT, "Behnia et al., Implicit geometry of cross-entropy parameterizations", 2023),
+    "supcon": Method(baselines.SupCon, "Khosla et al., Supervised contrastive learning, with cross-entropy", 2020),
+    "supcon-two-stage": Method(baselines.SupConTwoStage, "the same, then a head on frozen features", 2020),
+    "center": Method(baselines.Center, "Wen et al., A discriminative feature learning approach", 2016),
+    "group-dro": Method(baselines.GroupDRO, "Sagawa et al., Distributionally robust neural networks", 2020),
+    "cvar-dro": Method(baselines.CVaR, "Levy et al., Large-scale distributionally robust optimization", 2020),
+    "chi2-dro": Method(baselines.ChiSquare, "the same, with a χ² ball", 2020),
+    "fair-dro": Method(baselines.FairDRO, "Jung et al., Re-weighting based group fairness regularization", 2023),
 }
 
 
@@ -77,11 +100,16 @@ def build_method(name: str, num_classes: int, feature_dim: int, **hyperparameter
     Raises
     ------
     ValueError
-        On an unknown name, and on hyperparameters the method does not have.
+        On an unknown name, and on hyperparameters that the method does not have, lacks or cannot take.
     """
     if name not in METHODS:
         raise ValueError(f"method is {name!r}; expected one of {', '.join(METHODS)}.")
+    build = METHODS[name].build
+    parameters = inspect.signature(build).parameters.values()
+    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing := [key for key in needed if key not in hyperparameters]:
+        raise ValueError(f"method {name!r} needs {' and '.join(missing)}, which no default can replace.")
     try:
-        return METHODS[name].build(num_classes, feature_dim, **hyperparameters)
+        return build(num_classes, feature_dim, **hyperparameters)
     except TypeError as error:
         raise ValueError(f"method {name!r} does not accept these hyperparameters: {error}.") from error

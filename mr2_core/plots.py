@@ -7,6 +7,8 @@ the light or dark theme. Data are drawn in `COLOURS`, which stand out on white a
 import hashlib
 import html
 import io
+import json
+import math
 import re
 
 import matplotlib as mpl
@@ -32,6 +34,16 @@ _LOOKS = {
 }
 COLOURS, MARKERS, LINES, HATCHES = ({name: look[i] for name, look in _LOOKS.items()} for i in range(4))
 THIRDS = ("easy", "medium", "hard")
+# plotly's names of the markers
+_SYMBOLS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "cross": "P",
+    "triangle-up": "^",
+    "triangle-down": "v",
+    "x": "X",
+}
 
 
 def style():
@@ -84,33 +96,160 @@ def figure_html(figure, *, alt, caption=None):
     ValueError
         If alt is empty or one of the two texts holds a dollar sign.
     """
-    if not isinstance(alt, str) or not alt.strip():
-        raise ValueError(f"alt is {alt!r}, expected a sentence that says what the figure shows.")
-    if "$" in alt + (caption or ""):
-        raise ValueError("alt and caption must be plain text, but hold a '$': write Unicode symbols instead of TeX.")
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "mr2", "svg.fonttype": "path"}):
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, dpi=150, metadata=no_metadata)
-    plt.close(figure)
-    svg = buffer.getvalue()
-    prefix = "mr2-" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10] + "-"
-    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
-    svg = re.sub(r'(url\(|href=")#', rf"\1#{prefix}", svg)
-    # A style element would apply to the whole page; black without a fill attribute inherits the root's.
-    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL).replace("#000000", "currentColor")
-    label = html.escape(alt)
-    root = f'<svg role="img" aria-label="{label}" fill="currentColor" '
-    root += 'style="max-width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt"'
-    svg = re.sub(r"<svg([^>]*)>", lambda m: f"{root}{m[1]}><title>{label}</title>", svg, count=1)
-    text = f'<figcaption style="color:inherit">{html.escape(caption)}</figcaption>' if caption else ""
-    return f'<figure class="mr2-figure" style="margin:1em 0">{svg.strip()}{text}</figure>'
+    _check_texts(alt, caption)
+    return f'<figure class="mr2-figure" style="margin:1em 0">{_svg(figure, alt)}{_caption(caption)}</figure>'
 
 
 def show(figure, *, alt, caption=None):
     """Display a figure in a notebook; parameters as in `figure_html`."""
     display(HTML(figure_html(figure, alt=alt, caption=caption)))
+
+
+# A plotly figure's black follows the page's text too: plotly writes colours into style attributes, in this spelling.
+_INTERACTIVE = """<figure class="mr2-figure" id="{id}" style="margin:1em 0"><style>
+.mr2-plot [style*="stroke: rgb(0, 0, 0)"] {{stroke: currentColor !important}}
+.mr2-plot [style*="fill: rgb(0, 0, 0)"] {{fill: currentColor !important}}
+.mr2-slider {{display: block; margin: 0.5em 0}}
+.mr2-slider input {{display: block; width: 100%; height: 2.5em; margin: 0; accent-color: {accent}; touch-action: pan-y}}
+</style><div class="mr2-plot">{still}</div><div class="mr2-sliders" hidden>{sliders}</div>{caption}<script>
+(() => {{
+  const {{data, layout, frames, values, alt, elsewhere}} = {state};
+  const box = document.getElementById("{id}"), plot = box.querySelector(".mr2-plot");
+  const inputs = [...box.querySelectorAll("input")];
+  function draw() {{
+    let frame = 0;
+    inputs.forEach((input, i) => {{
+      frame = frame * values[i].length + Number(input.value);
+      box.querySelectorAll("output")[i].value = values[i][input.value];
+      input.setAttribute("aria-valuetext", values[i][input.value]);
+    }});
+    const traces = data.map((trace, i) => ({{...trace, ...frames[frame].data[i]}}));
+    const fresh = {{...structuredClone(layout), ...frames[frame].layout}};  // plotly writes ranges into it
+    Plotly.react(plot, traces, fresh, {{staticPlot: true, responsive: true}});
+  }}
+  function begin() {{
+    plot.replaceChildren();
+    plot.setAttribute("role", "img");
+    plot.setAttribute("aria-label", alt);
+    box.querySelector(".mr2-sliders").hidden = false;
+    inputs.forEach(input => input.addEventListener("input", draw));
+    draw();
+  }}
+  function load() {{
+    const root = document.documentElement.dataset.content_root;  // only a page of the built book has one
+    window.mr2Plotly ??= new Promise((done, failed) => {{
+      const script = document.createElement("script");
+      script.onload = done;
+      script.onerror = failed;
+      script.src = root === undefined ? elsewhere : root + "_static/plotly.min.js";
+      document.head.append(script);
+    }});
+    window.mr2Plotly.then(begin);
+  }}
+  new IntersectionObserver((entries, observer) => {{
+    if (entries.some(entry => entry.isIntersecting)) {{
+      observer.disconnect();
+      load();
+    }}
+  }}, {{rootMargin: "800px"}}).observe(box);
+}})();
+</script></figure>"""
+
+
+def show_interactive(figure, sliders, *, start, alt, caption=None):
+    """Display a plotly figure that a reader moves with sliders, no kernel needed.
+
+    Without JavaScript, and until the figure comes near the screen, there is a still of its start. The built book brings
+    its own plotly.js; in Jupyter and Colab it comes from plotly's server.
+
+    Parameters
+    ----------
+    figure : plotly.graph_objects.Figure
+        Scatter traces on one pair of axes; black is the page's text colour, as in `show`. ``figure.frames`` say what
+        changes, one frame for each combination of the sliders' values, those of the last slider changing fastest.
+    sliders : dict of str to sequence of str
+        Name of each slider, and its values as they are to be read.
+    start : sequence of int
+        Position of each slider at first.
+    alt, caption : str
+        As in `figure_html`.
+
+    Raises
+    ------
+    ValueError
+        If the texts are refused by `figure_html`, or the frames are not as many as the sliders have combinations.
+    """
+    from plotly.offline import get_plotlyjs_version
+
+    _check_texts(alt, caption)
+    values = [list(words) for words in sliders.values()]
+    expected = math.prod(map(len, values))
+    if len(figure.frames) != expected:
+        raise ValueError(f"figure has {len(figure.frames)} frames, expected {expected}, one for each combination.")
+    axis = {"color": "black", "gridcolor": "rgba(0,0,0,0.15)", "linecolor": "black", "showline": True}
+    axis |= {"zeroline": False, "automargin": True}
+    look = {
+        **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
+        "font": {"color": "black", "size": 14},
+        "title": {"x": 0, "y": 1, "yanchor": "top", "pad": {"t": 16}, "font": {"size": 14}},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        "xaxis": axis,
+        "yaxis": axis,
+    }
+    titles = [(part.layout.title.text or "").count("<br>") for part in (figure, *figure.frames)]
+    figure.update_layout(
+        template={"layout": look, "data": {"scatter": [{"marker": {"size": 8}}]}},
+        margin={"l": 10, "r": 10, "b": 10, "t": 36 + 18 * max(titles)},
+        showlegend=True,
+        height=440,
+    )
+    first = figure.frames[np.ravel_multi_index(tuple(start), [len(words) for words in values])]
+    state = json.loads(figure.to_json())
+    state |= {"values": values, "alt": alt, "elsewhere": f"https://cdn.plot.ly/plotly-{get_plotlyjs_version()}.min.js"}
+    state = json.dumps(state).replace("</", "<\\/")  # nothing within may end the script
+    controls = [
+        f'<label class="mr2-slider">{html.escape(name)}: <output>{html.escape(words[at])}</output>'
+        f'<input type="range" min="0" max="{len(words) - 1}" value="{at}"></label>'
+        for (name, words), at in zip(sliders.items(), start, strict=True)
+    ]
+    text = _INTERACTIVE.format(
+        id="mr2-" + hashlib.sha256((state + str(start)).encode()).hexdigest()[:10],
+        accent=COLOURS["MR2"],
+        still=_svg(_still(figure, first), alt),
+        sliders="".join(controls),
+        caption=_caption(caption),
+        state=state,
+    )
+    display(HTML(text))
+
+
+@style()
+def _still(figure, frame):
+    """A plotly figure of scatter traces in the state of one of its frames, drawn by matplotlib."""
+    lines = {None: "-", "solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+    still, axes = plt.subplots(figsize=(6.4, 4.6))
+    for trace, change in zip(figure.data, frame.data, strict=True):
+        axes.plot(
+            trace.x if change.x is None else change.x,
+            trace.y if change.y is None else change.y,
+            linestyle=lines[trace.line.dash] if "lines" in trace.mode else "",
+            marker=_SYMBOLS[trace.marker.symbol or "circle"] if "markers" in trace.mode else "",
+            color=trace.line.color if "lines" in trace.mode else trace.marker.color,
+            label=trace.name if trace.showlegend is not False else None,
+        )
+    for name, side in (("x", figure.layout.xaxis), ("y", figure.layout.yaxis)):
+        logarithmic = side.type == "log"
+        axes.set(**{f"{name}label": side.title.text, f"{name}scale": "log" if logarithmic else "linear"})
+        if side.range:
+            axes.set(**{f"{name}lim": [10**end if logarithmic else end for end in side.range]})
+        if side.tickvals is not None:
+            axes.set(**{f"{name}ticks": side.tickvals, f"{name}ticklabels": [f"{value:g}" for value in side.tickvals]})
+            axes.tick_params(name, which="minor", bottom=False, left=False, labelbottom=False, labelleft=False)
+    axes.set_aspect("equal" if figure.layout.yaxis.scaleanchor else "auto")
+    title = frame.layout.title.text or figure.layout.title.text
+    axes.set_title(title.replace("<br>", "\n") if title else "", loc="left")
+    still.legend(loc="outside lower left", ncols=2)
+    return still
 
 
 @style()
@@ -273,6 +412,38 @@ def images_grid(images, titles, *, alt, caption=None, columns=5):
         axes.imshow(image, cmap="gray", interpolation="none")  # "none" leaves the enlarging to the browser
         axes.set_title(title)
     show(figure, alt=alt, caption=caption)
+
+
+def _check_texts(alt, caption):
+    if not isinstance(alt, str) or not alt.strip():
+        raise ValueError(f"alt is {alt!r}, expected a sentence that says what the figure shows.")
+    if "$" in alt + (caption or ""):
+        raise ValueError("alt and caption must be plain text, but hold a '$': write Unicode symbols instead of TeX.")
+
+
+def _caption(caption):
+    return f'<figcaption style="color:inherit">{html.escape(caption)}</figcaption>' if caption else ""
+
+
+def _svg(figure, alt):
+    """The SVG element of `figure_html`; closes the figure."""
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "mr2", "svg.fonttype": "path"}):
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, dpi=150, metadata=no_metadata)
+    plt.close(figure)
+    svg = buffer.getvalue()
+    prefix = "mr2-" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10] + "-"
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{prefix}", svg)
+    # A style element would apply to the whole page; black without a fill attribute inherits the root's.
+    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL).replace("#000000", "currentColor")
+    label = html.escape(alt)
+    root = f'<svg role="img" aria-label="{label}" fill="currentColor" '
+    root += 'style="max-width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt"'
+    svg = re.sub(r"<svg([^>]*)>", lambda m: f"{root}{m[1]}><title>{label}</title>", svg, count=1)
+    return svg.strip()
 
 
 def _check_names(class_names, report):

@@ -15,6 +15,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 pytestmark = pytest.mark.skipif(not (HTML / "index.html").is_file(), reason="there is no built book: run `make book`")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH")
 each_page = pytest.mark.parametrize("page", PAGES)
+SOURCES = {page: ROOT / f"{page}.ipynb" for page in PAGES if (ROOT / f"{page}.ipynb").is_file()}
+INTERACTIVE = [page for page, path in SOURCES.items() if "show_interactive(" in path.read_text(encoding="utf-8")]
 
 
 @each_page
@@ -89,7 +91,7 @@ def test_page_is_sound(visit, page):
         alt = picture.get_attribute("alt") or ""
         assert alt.strip(), picture.get_attribute("src")
         assert not re.search(r"\.(png|svg|jpe?g)$", alt)
-    for drawing in tab.locator("main .cell_output svg:not(button svg)").all():
+    for drawing in tab.locator("main .cell_output svg:not(button svg, [role=img] svg), .mr2-plot[role=img]").all():
         assert drawing.get_attribute("role") == "img"
         assert (drawing.get_attribute("aria-label") or "").strip()
     # Every equation was set, none with an error, and no markup was left as text
@@ -134,3 +136,36 @@ def test_page_is_dark_where_the_reader_wants_it(visit, page):
     boxes = tab.locator(".mr2-figure, .cell_output:has(.mr2-figure), .text_html:has(.mr2-figure)")
     backgrounds = boxes.evaluate_all("nodes => nodes.map(node => getComputedStyle(node).backgroundColor)")
     assert set(backgrounds) <= {"rgba(0, 0, 0, 0)"}
+
+
+@pytest.mark.browser
+@needs_browser
+@pytest.mark.parametrize("page", INTERACTIVE)
+def test_sliders_move_a_figure_without_a_kernel(visit, page):
+    html = (HTML / f"{page}.html").read_text(encoding="utf-8")
+    assert '<div class="mr2-plot"><svg role="img"' in html  # what a reader without JavaScript sees
+    tab = visit(page, width=390)
+    box = tab.locator(".mr2-figure:has(.mr2-slider)")
+    box.scroll_into_view_if_needed()
+    box.locator(".mr2-plot[role=img] .scatterlayer path").first.wait_for(state="attached")
+
+    def shapes():
+        return box.locator(".scatterlayer").inner_html()
+
+    def data():
+        return box.locator(".mr2-plot").evaluate("plot => JSON.stringify(plot.data)")
+
+    for slider in box.locator("input[type=range]").all():
+        assert slider.bounding_box()["height"] >= 24  # WCAG 2.2, success criterion 2.5.8
+        shape, datum, reading = shapes(), data(), slider.get_attribute("aria-valuetext")
+        slider.press("ArrowRight")
+        assert shapes() != shape
+        assert slider.get_attribute("aria-valuetext") not in (reading, None)
+        slider.press("ArrowLeft")
+        assert data() == datum
+    # Words follow the theme when it is toggled
+    for theme in ("dark", "light"):
+        tab.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+        words = box.locator(".xtick text").first.evaluate("node => getComputedStyle(node).fill")
+        assert words == box.evaluate("node => getComputedStyle(node).color")
+    assert tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0

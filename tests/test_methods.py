@@ -64,7 +64,7 @@ def test_erm_does_not_smooth_by_default():
 
 
 def test_uniform_margins():
-    loss = build_method("uniform", K, D, mean_margin=1.5)
+    loss = build_method("uniform", K, D, mean_margin=1.5, warmup=0)
     logits, features, labels = batch()
     out = loss(logits, features, labels)
     assert loss.statistics.spread.unique().numel() == K

@@ -2,7 +2,10 @@
 
 import inspect
 import itertools
+import json
 import re
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -152,12 +155,85 @@ def test_every_figure_function_requires_alt_by_keyword():
         for name, function in inspect.getmembers(plots, inspect.isfunction)
         if function.__module__ == "mr2_core.plots" and not name.startswith("_") and name != "style"
     }
-    assert {name.split()[0] for name in FIGURES} | {"show", "figure_html"} == set(functions)
+    assert {name.split()[0] for name in FIGURES} | {"show", "figure_html", "show_interactive"} == set(functions)
     for function in functions.values():
         parameters = inspect.signature(function).parameters
         assert parameters["alt"].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters["alt"].default is inspect.Parameter.empty
         assert parameters["caption"].default is None
+
+
+def movable():
+    """A plotly figure whose curve is a·x + b for the frames (a, b), b changing fastest, and its sliders."""
+    import plotly.graph_objects as go
+
+    x = np.arange(3.0)
+    frames = [
+        go.Frame(data=[go.Scatter(y=a * x + b), {}], layout={"title": {"text": f"{a}<br>{b}"}})
+        for a, b in itertools.product((1, 2), (10, 20, 30))
+    ]
+    figure = go.Figure(
+        [
+            go.Scatter(x=x, mode="lines", name="</script>", line={"color": "black", "dash": "dot"}),
+            go.Scatter(x=x, y=x, mode="markers", name="dots", marker={"color": "#123456", "symbol": "square"}),
+        ],
+        frames=frames,
+    )
+    figure.update_layout(
+        yaxis={"type": "log", "range": [0, 2], "title": {"text": "height"}}, xaxis={"tickvals": [0, 2]}
+    )
+    return figure, {"slope <a>": ["1", "2"], "offset": ["ten", "twenty", "thirty"]}
+
+
+def test_interactive_figure_holds_every_frame_and_a_still(page):
+    plots.show_interactive(*movable(), start=(1, 0), alt='Lines "here"', caption="γ < 1")
+    assert plt.get_fignums() == []
+    text = page[0]
+    # Without JavaScript: a labelled picture, and no sliders that would do nothing
+    assert '<div class="mr2-plot"><svg role="img" aria-label="Lines &quot;here&quot;"' in text
+    assert '<div class="mr2-sliders" hidden>' in text
+    assert '<figcaption style="color:inherit">γ &lt; 1</figcaption>' in text
+    assert "slope &lt;a&gt;: <output>2</output>" in text
+    assert "offset: <output>ten</output>" in text
+    assert re.findall(r'max="(\d)" value="(\d)"', text) == [("1", "1"), ("2", "0")]
+    # With it: the state that the script reads, which cannot end the script early
+    assert text.count("</script>") == 1
+    state = json.loads(re.search(r"const {.*?} = (.*);\n", text)[1])
+    assert state["values"] == [["1", "2"], ["ten", "twenty", "thirty"]]
+    assert state["alt"] == 'Lines "here"'
+    titles = [frame["layout"]["title"]["text"] for frame in state["frames"]]
+    assert titles == ["1<br>10", "1<br>20", "1<br>30", "2<br>10", "2<br>20", "2<br>30"]
+    assert state["layout"]["template"]["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)"
+    assert re.findall(r"https?://(?!www\.w3\.org/)[^/]*", text) == ["https://cdn.plot.ly"]
+
+
+def test_still_shows_the_start():
+    figure, _ = movable()
+    axes = plots._still(figure, figure.frames[3]).axes[0]
+    line, dots = axes.lines
+    np.testing.assert_array_equal(line.get_xydata(), [[0, 10], [1, 12], [2, 14]])
+    np.testing.assert_array_equal(dots.get_xydata(), [[0, 0], [1, 1], [2, 2]])
+    assert (line.get_linestyle(), line.get_marker()) == (":", "")
+    assert (dots.get_linestyle(), dots.get_marker()) == ("None", "s")
+    assert to_rgb(dots.get_color()) == to_rgb("#123456")
+    assert axes.get_title("left") == "2\n10"
+    assert (axes.get_yscale(), axes.get_ylim(), axes.get_ylabel()) == ("log", (1, 100), "height")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "2"]
+    plt.close("all")
+
+
+def test_interactive_figure_refuses_what_cannot_be_moved_or_read():
+    figure, sliders = movable()
+    with pytest.raises(ValueError, match=r"^figure has 6 frames, expected 2, one for each combination\.$"):
+        plots.show_interactive(figure, {"slope": ["1", "2"]}, start=(0,), alt="Lines.")
+    with pytest.raises(ValueError, match="^alt is ''"):
+        plots.show_interactive(figure, sliders, start=(0, 0), alt="")
+
+
+def test_plotly_is_loaded_only_where_it_is_used():
+    code = "import sys, mr2_core.plots; print('plotly' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_class_names_must_fit_the_report():

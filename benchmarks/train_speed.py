@@ -1,0 +1,154 @@
+"""How fast is training: this harness against a plain torchvision loop, and MR2 against ERM?
+
+    python benchmarks/train_speed.py
+
+Whole epochs take turns in one process: the same model, optimiser, precision (bf16), batch size and augmentation (crop,
+flip, normalise), and so the same work but for how it is organised. The plain loop is the one that torch's tutorials
+write: a ``DataLoader`` with two workers, transforms by image, and the model as it was built. Images are CIFAR-100's
+where it is found, else noise. A ratio is the median over the rounds. Ends with one line of JSON,
+``name``, ``ratios``, ``bars`` and ``ok``, and with exit status 1 if a ratio misses its bar. About three minutes on two
+cores, one on a GPU.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from mr2_core.data import DataError, load_dataset
+from mr2_core.methods import build_method
+from mr2_core.models import build_model
+from mr2_core.training import CIFAR100_MEAN, CIFAR100_STD, BatchLoader, Settings, fit
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+IMAGES, BATCH = (50_000, 512) if ON_GPU else (4096, 256)
+# By pair: its model, at least or at most, the bar
+BARS = {
+    "harness/plain": ("compact", ">=", 5.0 if ON_GPU else 1.5),
+    "MR2/ERM": ("resnet18" if ON_GPU else "compact", "<=", 1.03 if ON_GPU else 1.05),
+}
+
+
+class Pictures(Dataset):
+    """Arrays as torchvision's CIFAR100 serves them: a PIL image, transformed when asked for."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomCrop(32, padding=4),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(CIFAR100_MEAN, CIFAR100_STD),
+            ]
+        )
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
+
+
+def plain_loop(model_name, images, labels):
+    """Return a function that trains for one epoch, written without this project."""
+    loader = DataLoader(
+        Pictures(images, labels),
+        batch_size=BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2,
+        persistent_workers=True,
+        pin_memory=ON_GPU,
+    )
+    model = build_model(model_name, 100).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+    def epoch():
+        model.train()
+        loss_sum, correct = 0.0, 0
+        for batch, truth in loader:
+            batch, truth = batch.to(DEVICE, non_blocking=True), truth.to(DEVICE, non_blocking=True)
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE.type, torch.bfloat16):
+                logits, _ = model(batch)
+                loss = F.cross_entropy(logits, truth)
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.item() * len(truth)
+            correct += (logits.argmax(dim=1) == truth).sum().item()
+
+    return epoch
+
+
+def harness(model_name, method, images, labels):
+    """Return a function that trains for one epoch with :func:`mr2_core.training.fit`."""
+    settings = Settings(epochs=1, batch_size=BATCH, learning_rate=0.1, warmup_epochs=0, precision="bf16")
+    loader = BatchLoader(images, labels, batch_size=BATCH, augment=settings.augment, device=DEVICE)
+    model = build_model(model_name, 100)
+    loss = build_method(method, 100, model.head.in_features)
+    return lambda: fit(model, loss, loader, settings, progress=False)
+
+
+def ratios(slow, fast, rounds):
+    """Seconds of ``slow`` over those of ``fast`` by round, in which they take turns at going first; and the seconds."""
+    times = {slow: [], fast: []}
+    for turn in range(rounds + 1):  # the first warms up
+        for work in (slow, fast) if turn % 2 else (fast, slow):
+            begun = time.perf_counter()
+            work()
+            if ON_GPU:
+                torch.cuda.synchronize()
+            times[work].append(time.perf_counter() - begun)
+    slow, fast = (times[work][1:] for work in (slow, fast))
+    return [a / b for a, b in zip(slow, fast, strict=True)], slow, fast
+
+
+def main():
+    """Measure both pairs and hold them against their bars; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10, help="epochs of each of a pair (default: %(default)s)")
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    try:
+        dataset = load_dataset("cifar100", download=False)
+        images, labels = dataset.x_train[:IMAGES], dataset.y_train[:IMAGES]
+    except DataError:
+        generator = np.random.default_rng(0)
+        images = generator.integers(0, 256, (IMAGES, 32, 32, 3), dtype=np.uint8)
+        labels = generator.integers(0, 100, IMAGES)
+    print(f"torch {torch.__version__}, {DEVICE.type}, {torch.get_num_threads()} threads; {len(images)} images an epoch")
+    work = {
+        "harness/plain": lambda model: (plain_loop(model, images, labels), harness(model, "erm", images, labels)),
+        "MR2/ERM": lambda model: (harness(model, "mr2", images, labels), harness(model, "erm", images, labels)),
+    }
+    found, ok = {}, True
+    for pair, (model, sense, bar) in BARS.items():
+        by_round, slow, fast = ratios(*work[pair](model), rounds)
+        found[pair] = statistics.median(by_round)
+        ok &= found[pair] >= bar if sense == ">=" else found[pair] <= bar
+        rate = len(images) // BATCH * BATCH / np.array([statistics.median(slow), statistics.median(fast)])
+        print(
+            f"{pair}, {model}, B = {BATCH}: {rate[0]:.0f} and {rate[1]:.0f} images/s, "
+            f"{found[pair]:.3f} × the time ({min(by_round):.3f} … {max(by_round):.3f} over {rounds} rounds)"
+        )
+    bars = {pair: f"{sense} {bar}" for pair, (_, sense, bar) in BARS.items()}
+    print(
+        json.dumps(
+            {"name": "train_speed", "ratios": {k: round(v, 3) for k, v in found.items()}, "bars": bars, "ok": ok}
+        )
+    )
+    return not ok
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-r"""The published baselines, each in a few lines: loss modules that are called as :class:`MR2Loss` is.
+r"""The published baselines, each in a few lines: loss modules that are called as :class:`mr2_core.MR2Loss` is.
 
 Notation: K classes, n_k training examples of class k, N in all, π_k = n_k/N; logits z, features φ, labels y, and
 ℓ = −ln softmax_y(z), the cross-entropy of one example. ``counts`` are the n_k, equal by default: on class-balanced data
@@ -296,7 +296,7 @@ class LDAM(Baseline):
     max_margin : float
         Δ ≥ 0, on the scale of the logits; 0.5 in the paper, whose logits are cosines.
     scale : float
-        s > 0. The paper multiplies its cosines by 30; the heads of :mod:`mr2_core.models` have a scale of their own.
+        s > 0. The paper multiplies its cosines by 30; the heads of ``mr2_core.models`` have a scale of their own.
     counts : sequence of int, optional
         n_k.
     """

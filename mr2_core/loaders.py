@@ -81,7 +81,7 @@ class FolderLoader:
         from torchvision.transforms import v2
 
         try:
-            folder = ImageFolder(root)
+            folder = root if hasattr(root, "samples") else ImageFolder(root)
         except OSError as error:
             raise DataError(f"{root} cannot be read ({error}): expected a folder of images for each class") from error
         self.chosen = torch.arange(len(folder)) if chosen is None else torch.as_tensor(chosen)

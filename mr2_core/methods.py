@@ -1,4 +1,4 @@
-"""Training methods by name: each a loss module with the signature of :class:`MR2Loss`."""
+"""Training methods by name: each a loss module with the signature of :class:`mr2_core.MR2Loss`."""
 
 import inspect
 from typing import NamedTuple

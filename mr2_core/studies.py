@@ -74,9 +74,9 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     path : path
         A TOML file with ``name``, ``kind`` (tuning, confirmatory or descriptive), ``dataset``, ``model``, ``seeds``,
         optionally ``root`` (where ``arrays`` or a ``folder`` lie; a relative path starts at the folder MR2_DATA names,
-        else at the repository's ``data``), ``per_class``, ``head``, a table ``training`` of :class:`Settings`, a table
-        ``endpoints`` (see :func:`read_endpoints`), and a table ``arms`` with, for each arm, its ``method``, the
-        method's hyperparameters, and a table ``training`` of what differs.
+        else at the repository's ``data``), ``per_class``, ``head``, a table ``training`` of
+        :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), and a table ``arms``
+        with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs.
     results : path
         The folder under which ``<study>/<arm>/seed<k>.json`` are kept.
 

@@ -124,7 +124,7 @@ def share(batch_size: int) -> slice:
 class BatchLoader:
     """Shuffled, augmented, normalised batches from uint8 images kept on the device.
 
-    In a process group each process yields its :func:`share` of every batch, augmented as one process would.
+    In a process group each process yields its share of every batch, augmented as one process would.
 
     Parameters
     ----------
@@ -298,10 +298,10 @@ def fit(
 ) -> list[dict]:
     """Train a model in place.
 
-    In a process group (:func:`process_group`) every process calls this with equal arguments and takes its share of each
-    batch. Gradients are averaged, the sums of a record and the statistics of MR2 joined; batch normalisation, the pairs
-    of the representation loss and what a baseline keeps see a process's own share. The first process writes the files,
-    and a signal to any process stops all of them after the same step.
+    Under ``torchrun`` every process calls this with equal arguments and takes its share of each batch. Gradients are
+    averaged, the sums of a record and the statistics of MR2 joined; batch normalisation, the pairs of the
+    representation loss and what a baseline keeps see a process's own share. The first process writes the files, and a
+    signal to any process stops all of them after the same step.
 
     Parameters
     ----------

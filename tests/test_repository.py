@@ -235,7 +235,8 @@ def test_table_of_contents_has_every_page():
     written = [*NOTEBOOKS, *(ROOT / "book").glob("*.md")]
     assert {path.relative_to(ROOT).with_suffix("").as_posix() for path in written} == set(PAGES)
     chapters = [page for page in PAGES if page.startswith("notebooks/")]
-    assert [int(Path(page).name[:2]) for page in chapters] == list(range(1, len(chapters) + 1))
+    numbers = [int(Path(page).name[:2]) for page in chapters]
+    assert numbers == sorted(set(numbers)), "files are numbered in reading order"
 
 
 # The build's own check

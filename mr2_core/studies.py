@@ -292,7 +292,7 @@ def provenance(device: str) -> dict:
     on_cuda = torch.device(device).type == "cuda"
     return {
         "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "mr2_core", "studies")),
+        "dirty": bool(git("status", "--porcelain", "--", ":/mr2_core", ":/studies")),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy")},

@@ -317,8 +317,8 @@ seeds = [0, 1]
 weight_decay = {decay}
 [arms.erm]
 method = "erm"
-[arms.mr2]
-method = "mr2"
+[arms.placebo]
+method = "mr2-placebo"
 training = {{ weight_decay = 0.01 }}
 """
 
@@ -358,7 +358,7 @@ class TestStudy:
     @pytest.mark.parametrize("head", ["linear", "cosine"])
     def test_a_run_is_what_fit_probe_gives(self, made, study, tmp_path, head):
         run = read_study(study(head=head), tmp_path)[3]
-        assert (run.arm, run.seed) == ("mr2", 1)
+        assert (run.arm, run.seed) == ("placebo", 1)
         record = execute(run)
         from mr2_core.data import subset_per_class
 
@@ -367,7 +367,8 @@ class TestStudy:
         features, test = (torch.from_numpy(made[name]) for name in ("x_train", "x_test"))
         if head == "cosine":
             features, test = F.normalize(features, dim=1), F.normalize(test, dim=1)
-        margins, _ = exact_margins("mr2", features[chosen], labels, K)
+        margins, _ = exact_margins("mr2-placebo", features[chosen], labels, K, seed=1)
+        assert not torch.equal(margins, exact_margins("mr2-placebo", features[chosen], labels, K, seed=0)[0])
         prediction = fit_probe(features[chosen], labels, margins, 0.01, head=head).predict(test).numpy()
         by_class = [(prediction == k)[made["y_test"] == k].mean() for k in range(K)]
         np.testing.assert_allclose(record["test_by_class"], by_class, atol=1e-6)

@@ -239,6 +239,25 @@ def test_a_budget_stops_a_run_and_the_same_command_goes_on(study, tmp_path, caps
     assert main(command) == 0
 
 
+def test_provenance_sees_what_is_not_committed(tmp_path, monkeypatch):
+    from mr2_core import studies
+
+    copy = tmp_path / "mr2_core"
+    copy.mkdir()
+    (copy / "studies.py").write_text("committed")
+    (tmp_path / "studies").mkdir()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(studies, "__file__", str(copy / "studies.py"))
+    assert studies.provenance("cpu")["dirty"] is False
+    for path in (tmp_path / "studies" / "new.toml", copy / "studies.py"):
+        before = path.read_text() if path.exists() else None
+        path.write_text("changed")
+        assert studies.provenance("cpu")["dirty"] is True
+        path.unlink() if before is None else path.write_text(before)
+
+
 def test_a_budget_spent_before_training_begins(study, tmp_path, capsys):
     assert main(["run", str(study()), "--results", str(tmp_path / "results"), "--budget", "0.001s"]) == 3
     assert "4 runs are still missing; the same command goes on." in capsys.readouterr().out

@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 def do_run(options) -> int:
     """Do the missing runs; status 3 if some are still missing."""
     from mr2_core.studies import read_study, run_study
+    from mr2_core.training import process_group
 
     runs = read_study(options.study, options.results)
     for name in ("arm", "seed"):
@@ -65,8 +66,9 @@ def do_run(options) -> int:
             )
         runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
     index, of = options.shard
-    missing = run_study(runs[index::of], jobs=options.jobs, device=options.device, budget=options.budget)
-    print(f"{missing} runs are still missing; the same command goes on." if missing else "All runs are done.")
+    with process_group(options.device) as device:
+        missing = run_study(runs[index::of], jobs=options.jobs, device=device, budget=options.budget)
+        print(f"{missing} runs are still missing; the same command goes on." if missing else "All runs are done.")
     return 3 if missing else 0
 
 

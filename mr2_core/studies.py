@@ -27,7 +27,17 @@ from mr2_core.metrics import ClassReport
 from mr2_core.models import build_model
 from mr2_core.probe import ProbeSettings, run_probe
 from mr2_core.statistics import squared_norm
-from mr2_core.training import BatchLoader, Interrupted, Settings, channel_moments, fit, predict, stream
+from mr2_core.training import (
+    BatchLoader,
+    Interrupted,
+    Settings,
+    channel_moments,
+    fit,
+    predict,
+    stream,
+    summed,
+    world,
+)
 
 SCHEMA = 1
 KINDS = ("tuning", "confirmatory", "descriptive")
@@ -159,18 +169,21 @@ def _toml(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} is not valid TOML: {error}.") from error
 
 
-def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
+def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict | None:
     """Do one run, from the checkpoint beside its result where there is one, and write its JSON.
 
-    Tuning runs evaluate validation only; the test set is read once, at the end of a run of another kind.
+    Tuning runs evaluate validation only; the test set is read once, at the end of a run of another kind. In a process
+    group all processes train together; the first one evaluates, writes, and alone returns the record.
 
     Raises
     ------
     Interrupted
         After SIGINT, SIGTERM or an alarm; the same call goes on from there.
     """
-    c, started = run.configuration, time.time()
+    c, started, first = run.configuration, time.time(), world()[0] == 0
     if c["model"] == "probe":
+        if not first:
+            return None
         parts, arrays = run_probe(c, device)
         return write_result(run, {"seconds": round(time.time() - started, 1)} | parts, arrays, device)
     root = Path(os.environ.get("MR2_DATA") or data_folder()) / c["root"] if "root" in c else None
@@ -222,6 +235,8 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict:
         description=f"{run.study} {run.arm} seed {run.seed}",
         progress=progress,
     )
+    if not first:
+        return None
     parts = {
         "seconds": round(sum(r["seconds"] for r in history), 1),
         "history": history,
@@ -290,15 +305,19 @@ def provenance(device: str) -> dict:
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     on_cuda = torch.device(device).type == "cuda"
+    processes = f"{world()[1]} × " if world()[1] > 1 else ""
     return {
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", ":/mr2_core", ":/studies")),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy")},
-        "hardware": torch.cuda.get_device_name(device)
-        if on_cuda
-        else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "hardware": processes
+        + (
+            torch.cuda.get_device_name(device)
+            if on_cuda
+            else f"{platform.machine()}, {torch.get_num_threads()} threads"
+        ),
     }
 
 
@@ -306,12 +325,19 @@ def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: fl
     """Do what is missing, ``jobs`` runs at a time; return how many are still missing.
 
     With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call. A run
-    that another process is doing is left to it.
+    that another process is doing is left to it. In a process group all processes share each run.
+
+    Raises
+    ------
+    ValueError
+        If a process group is asked for several jobs.
     """
+    if jobs > 1 and world()[1] > 1:
+        raise ValueError(f"jobs is {jobs}; expected 1 under torchrun, whose processes share each run.")
     missing = [run for run in runs if run.record is None]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to do.", flush=True)
     deadline = time.time() + budget if budget else None
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, (os.cpu_count() or 1) // (jobs * world()[1]))
     work = [(run, device, deadline, threads) for run in missing]
     if jobs == 1:
         for item in work:
@@ -339,21 +365,47 @@ def _budget_spent(*_):
     raise Interrupted("The budget is spent; the same command goes on.")
 
 
+def _not_yet(*_):
+    """Do nothing; a signal that is ignored outright would end its timer."""
+
+
+@contextlib.contextmanager
+def _claimed(run: Run):
+    """Hold the lock of a run; in a process group the first process holds it for all."""
+    lock = filelock.FileLock(run.result.with_suffix(".lock"), blocking=False)
+    busy = False
+    if world()[0] == 0:
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            busy = True
+    if summed(torch.tensor(int(busy))):
+        raise filelock.Timeout(lock.lock_file)
+    try:
+        yield
+        with contextlib.suppress(OSError):  # Windows removes no open file; in a process group the first one does it
+            run.result.with_suffix(".lock").unlink()
+    finally:
+        lock.release()
+
+
 def _one(item) -> bool:
     run, device, deadline, threads = item
     torch.set_num_threads(threads)
     run.result.parent.mkdir(parents=True, exist_ok=True)
     if deadline:
-        if time.time() >= deadline:
+        if summed(torch.tensor(int(time.time() >= deadline))):
             return False
-        signal.signal(signal.SIGALRM, _budget_spent)  # until and after the loop, which saves first
-        signal.setitimer(signal.ITIMER_REAL, deadline - time.time())
+        # Before and after the loop, which saves, one process stops at once; several, which must stop together, stop in
+        # the loop alone, at a later alarm.
+        alone = world()[1] == 1
+        signal.signal(signal.SIGALRM, _budget_spent if alone else _not_yet)
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.time(), 0.001), 0 if alone else 1)
     try:
-        with filelock.FileLock(run.result.with_suffix(".lock"), blocking=False):
+        with _claimed(run):
             if run.record is None:
                 execute(run, device=device)
-            with contextlib.suppress(OSError):  # Windows removes no open file
-                run.result.with_suffix(".lock").unlink()
+            summed(torch.tensor(0))  # nobody goes on before the first process has written
     except filelock.Timeout:
         print(f"{run.study} {run.arm} seed {run.seed} is being done by another process.", flush=True)
     except Interrupted as stopped:

@@ -195,6 +195,28 @@ def test_workers_end_with_their_command_and_save(study, tmp_path, number):
             assert state["epoch"] > 0
 
 
+def test_torchrun_shares_a_run_stops_as_one_and_goes_on(study, tmp_path):
+    path, results = study(text=STUDY.replace("epochs = 2", "epochs = 60")), tmp_path / "results"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mr2_core"]
+    command += ["run", str(path), "--arm", "mr2", "--seed", "0", "--results", str(results)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    (run,) = [run for run in read_study(path, results) if (run.arm, run.seed) == ("mr2", 0)]
+    checkpoint = run.result.with_name(f"{run.result.stem}-{run.identity}.pt")
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, errors = process.communicate()
+    state = torch.load(checkpoint, weights_only=True)["state"]
+    assert 0 < state["epoch"] < 60, errors
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("All runs are done.") == 1
+    assert run.record["made_with"]["hardware"].startswith("2 × ")
+    assert run.record["history"][: state["epoch"]] == state["history"]
+    assert {path.name for path in results.rglob("*") if path.is_file()} == {"seed0.json", "seed0.npz"}
+
+
 def test_endpoints(study, tmp_path):
     assert read_endpoints(study()) == {"references": ["erm"], "easy_margin": 1.0}
     text = STUDY.replace("[training]", '[endpoints]\nreferences = ["mr2"]\neasy_margin = 0.5\n[training]')

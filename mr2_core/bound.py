@@ -181,7 +181,7 @@ def ascent(
     clipped: bool = True,
     draws: int = 8,
     steps: int = 200,
-    batch: int = 4096,
+    batch: int = 1024,
     priors: Tensor | None = None,
 ) -> Estimate:
     r"""From below: the Rademacher complexity of :func:`margin_losses`, as far as gradient ascent reaches.

@@ -169,3 +169,23 @@ def test_sliders_move_a_figure_without_a_kernel(visit, page):
         words = box.locator(".xtick text").first.evaluate("node => getComputedStyle(node).fill")
         assert words == box.evaluate("node => getComputedStyle(node).color")
     assert tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+
+
+def test_margins_losses_and_terms_of_the_bound_can_be_moved():
+    chapters = ("03_one_third_law", "04_two_losses", "09_class_sensitive_bound")
+    assert {f"notebooks/{chapter}" for chapter in chapters} <= set(INTERACTIVE)
+
+
+@pytest.mark.browser
+@needs_browser
+@pytest.mark.parametrize("page", INTERACTIVE)
+def test_a_figure_that_moves_is_a_still_without_javascript(browser, address, page):
+    context = browser.new_context(viewport={"width": 390, "height": 900}, java_script_enabled=False)
+    context.route(lambda url: not url.startswith((address, "data:")), lambda route: route.abort())
+    tab = context.new_page()
+    tab.goto(f"{address}/{page}.html", wait_until="load")
+    still = tab.locator(".mr2-figure:has(.mr2-sliders) .mr2-plot svg[role=img]")
+    assert still.is_visible()
+    assert (still.get_attribute("aria-label") or "").strip()
+    assert not tab.locator(".mr2-slider").first.is_visible()
+    context.close()

@@ -129,6 +129,26 @@ def test_confidence_by_hand():
     assert balanced == pytest.approx(3 * math.sqrt(math.log(40) / 2 * (0.25 / 90 + 0.25 / 10)))
 
 
+def test_confidence_could_not_be_half():
+    """A loss that is 0 or 1 by the toss of a coin: a third of the term is exceeded rarely enough, a sixth is not."""
+    third, delta = confidence(torch.tensor([15, 15]), 0.05) / 3, 0.05
+    heads = [sum(math.comb(30, k) for k in range(31) if k > 30 * (0.5 + gap)) / 2**30 for gap in (third, third / 2)]
+    assert heads[0] <= delta / 2 < heads[1]
+
+
+def test_symmetrisation_needs_its_factor_2():
+    """All functions with values 0 and 1 on M points: the gap is 1 − N/M, and the complexity 1/2."""
+    points, sample = 12, 2
+    gaps, complexities = [], []
+    for drawn in itertools.product(range(points), repeat=sample):
+        gaps.append(1 - len(set(drawn)) / points)
+        totals = torch.zeros(2**sample, points, dtype=torch.float64)
+        totals.index_add_(1, torch.tensor(drawn), all_signs(sample))
+        complexities.append(totals.clamp(min=0).sum(dim=1).mean().item() / sample)
+    gap, rademacher = np.mean(gaps), np.mean(complexities)
+    assert 1.7 * rademacher < gap <= 2 * rademacher
+
+
 # Step 4: contraction, exactly, on a finite set of heads
 
 
@@ -146,6 +166,16 @@ def test_contraction(seed, clipped):
     assert 0 < left < right
     # What the module makes of it: √2 times the constant is 1/ln 2 (2/ln 2 unclipped) over the margin.
     np.testing.assert_allclose(math.sqrt(2) * constants, (1 if clipped else 2) / LN2 / margins[labels], rtol=1e-12)
+
+
+def test_contraction_needs_root_two():
+    """One example just right of a tie and two heads that hardly differ: both sides are equal."""
+    margins, labels = torch.tensor([0.6, 1.4], dtype=torch.float64), torch.tensor([0])
+    logits = torch.tensor([[[0.0, 0.0]], [[1e-4, -1e-4]]], dtype=torch.float64)
+    losses = torch.stack([margin_losses(z, labels, margins) for z in logits])
+    left = (all_signs(1) @ losses.T).amax(dim=1).mean().item()
+    right = math.sqrt(2) * (all_signs(2) @ (lipschitz(margins)[0] * logits).flatten(1).T).amax(dim=1).mean().item()
+    assert left == pytest.approx(right, rel=1e-3)
 
 
 # Step 5: the supremum

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -237,6 +238,17 @@ def test_table_of_contents_has_every_page():
     chapters = [page for page in PAGES if page.startswith("notebooks/")]
     numbers = [int(Path(page).name[:2]) for page in chapters]
     assert numbers == sorted(set(numbers)), "files are numbered in reading order"
+
+
+# The embedded data
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "data" / "features").glob("*.npz")), ids=lambda path: path.stem)
+def test_datasheet_names_every_embedded_file_and_array(path):
+    datasheet = read("data/DATASHEET.md")
+    assert f"`{path.name}`" in datasheet
+    with np.load(path) as arrays:
+        assert [name for name in arrays if f"`{name}`" not in datasheet] == []
 
 
 # The build's own check

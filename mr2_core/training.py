@@ -264,9 +264,16 @@ def predict(
     std=CIFAR100_STD,
 ):
     """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode."""
+    batches = standardised(images, device=device, batch_size=batch_size, mean=mean, std=std)
+    return predict_batches(model, batches, precision)
+
+
+def standardised(images, *, device, mean, std, batch_size=1000):
+    """Yield uint8 images [N, H, W, C] as standardised batches [B, C, H, W] on a device."""
     normalise = Normalise(mean, std, device)
-    parts = (np.ascontiguousarray(images[start : start + batch_size]) for start in range(0, len(images), batch_size))
-    return predict_batches(model, (normalise(torch.from_numpy(part).to(device)) for part in parts), precision)
+    for start in range(0, len(images), batch_size):
+        part = np.ascontiguousarray(images[start : start + batch_size])
+        yield normalise(torch.from_numpy(part).to(device))
 
 
 @torch.no_grad()

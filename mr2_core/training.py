@@ -306,9 +306,9 @@ def fit(
     """Train a model in place.
 
     Under ``torchrun`` every process calls this with equal arguments and takes its share of each batch. Gradients are
-    averaged, the sums of a record and the statistics of MR2 joined; batch normalisation, the pairs of the
-    representation loss and what a baseline keeps see a process's own share. The first process writes the files, and a
-    signal to any process stops all of them after the same step.
+    averaged, the sums of a record, the statistics of MR2 and the weights of a robust method joined; batch
+    normalisation and pairs see a process's own share, and its running moments are the first process's from each epoch
+    to the next. The first process writes the files, and a signal to any process stops all of them after the same step.
 
     Parameters
     ----------
@@ -461,6 +461,8 @@ def fit(
             state["loss_sum"], state["correct"] = summed(loss_sum).item(), int(summed(correct))
             state["seconds"] += time.perf_counter() - begun
             if state["step"] == steps:
+                for buffer in (*model.buffers(), *loss.buffers()) if processes > 1 else ():
+                    torch.distributed.broadcast(buffer, 0)  # so that all evaluate the same network
                 seen = steps * loader.batch_size * views
                 record = {
                     "epoch": state["epoch"] + 1,

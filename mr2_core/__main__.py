@@ -20,8 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     run.add_argument("--arm", action="append", help="only this arm (may be repeated)")
     run.add_argument("--seed", action="append", type=int, help="only this seed (may be repeated)")
-    run.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    run.add_argument("--jobs", type=int, default=1, help="runs at a time, of several each on one thread (default: 1)")
     run.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    run.add_argument("--workers", type=int, default=4, help="processes that read images from disk (default: 4)")
     run.add_argument(
         "--budget", type=duration, help="stop after this long, such as 90s, 20m or 2h; runs go on next time"
     )
@@ -67,7 +68,9 @@ def do_run(options) -> int:
         runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
     index, of = options.shard
     with process_group(options.device) as device:
-        missing = run_study(runs[index::of], jobs=options.jobs, device=device, budget=options.budget)
+        missing = run_study(
+            runs[index::of], jobs=options.jobs, device=device, budget=options.budget, workers=options.workers
+        )
         print(f"{missing} runs are still missing; the same command goes on." if missing else "All runs are done.")
     return 3 if missing else 0
 

@@ -634,12 +634,11 @@ class GroupDRO(Baseline):
 
     def combine(self, each: Tensor, labels: Tensor) -> Tensor:
         """Mixture of the class means, after a step of exponentiated gradient ascent."""
-        sums = class_sums(each, labels, self.num_classes)
-        counts = class_sums(torch.ones_like(each), labels, self.num_classes)
+        means = class_means(each, labels, self.num_classes)
         if self.training:
-            means = joined(sums.detach().clone()) / joined(counts.clone()).clamp(min=1)
-            self.shares.copy_((self.shares.log() + self.step * means).softmax(dim=0))
-        return (self.shares.clone() * sums / counts.clamp(min=1)).sum()
+            joint = joined(means.detach().clone()) / processes()
+            self.shares.copy_((self.shares.log() + self.step * joint).softmax(dim=0))
+        return (self.shares.clone() * means).sum()
 
 
 class CVaR(Baseline):
@@ -661,9 +660,7 @@ class CVaR(Baseline):
 
     def combine(self, each: Tensor, labels: Tensor) -> Tensor:
         """Mean of the αB largest losses, the last of them in part."""
-        size = self.alpha * len(each)
-        parts = (size - torch.arange(len(each), device=each.device)).clamp(0, 1)
-        return (parts / parts.sum() * each.sort(descending=True).values).sum()
+        return weighted_sum(each, lambda losses: worst_share(losses, self.alpha))
 
 
 class ChiSquare(Baseline):
@@ -687,7 +684,14 @@ class ChiSquare(Baseline):
 
     def combine(self, each: Tensor, labels: Tensor) -> Tensor:
         """Weighted sum; the weights, which maximise it, are constants to the gradient."""
-        return (worst_case_weights(each.detach(), self.radius) * each).sum()
+        return weighted_sum(each, lambda losses: worst_case_weights(losses, self.radius))
+
+
+def worst_share(losses: Tensor, alpha: float) -> Tensor:
+    """Weights [B] of the largest αB of losses [B], the last of them in part; they add up to 1."""
+    rank = losses.argsort(descending=True, stable=True).argsort()
+    parts = (alpha * len(losses) - rank).clamp(0, 1)
+    return parts / parts.sum()
 
 
 def worst_case_weights(losses: Tensor, radius: float) -> Tensor:
@@ -766,16 +770,39 @@ def class_sums(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def class_means(each: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Mean of each class, [B] → [K]; 0 for one that is absent."""
-    counts = class_sums(torch.ones_like(each), labels, num_classes)
-    return class_sums(each, labels, num_classes) / counts.clamp(min=1)
+    """Mean of each class, [B] → [K]; 0 for one that is absent.
+
+    In a process group the counts are those of the whole batch, and the mean over the processes is the mean of a class.
+    """
+    counts = joined(class_sums(torch.ones_like(each), labels, num_classes))
+    return processes() * class_sums(each, labels, num_classes) / counts.clamp(min=1)
+
+
+def weighted_sum(each: Tensor, weights) -> Tensor:
+    """Sum of losses [B] times the weights that a function finds for them, which are constants to the gradient.
+
+    In a process group it is shown the losses of all, and the mean over the processes, as of gradients, is the sum.
+    """
+    losses = each.detach()
+    if processes() == 1:
+        return (weights(losses) * each).sum()
+    parts = [torch.empty_like(losses) for _ in range(processes())]
+    torch.distributed.all_gather(parts, losses)
+    mine = weights(torch.cat(parts)).view(len(parts), -1)[torch.distributed.get_rank()]
+    return len(parts) * (mine * each).sum()
 
 
 def joined(sums: Tensor) -> Tensor:
     """Add up, in place, what the processes of a group hold."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if processes() > 1:
         torch.distributed.all_reduce(sums)
     return sums
+
+
+def processes() -> int:
+    """Processes of the group; 1 without one."""
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if group else 1
 
 
 @torch.no_grad()

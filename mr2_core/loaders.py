@@ -40,8 +40,8 @@ class FolderLoader:
 
     Parameters
     ----------
-    root : path
-        The folder: ``train`` of ImageNet, say.
+    root : path or :class:`mr2_core.image_sets.Images`
+        The folder, ``train`` of ImageNet, say; or a part of an image set.
     batch_size : int
         The last batch of an epoch is dropped when it is smaller, unless it is the only one.
     chosen : array of int, optional
@@ -87,7 +87,6 @@ class FolderLoader:
         self.chosen = torch.arange(len(folder)) if chosen is None else torch.as_tensor(chosen)
         self.device, self.seed = torch.device(device), seed
         self.batch_size = min(batch_size, len(self.chosen))
-        self.share = share(self.batch_size)
         self.labels = torch.tensor(folder.targets)[self.chosen].to(self.device)
         self.normalise = Normalise(mean, std, self.device)
         self.workers = workers
@@ -100,8 +99,9 @@ class FolderLoader:
     def order(self, epoch: int, start: int = 0):
         """Yield the indices [B], into ``labels``, of the batches of one epoch from batch ``start`` on."""
         order = torch.randperm(len(self.chosen), generator=stream(self.seed, "order", epoch))
+        mine = share(self.batch_size)
         for step in range(start, len(self)):
-            yield order[step * self.batch_size : (step + 1) * self.batch_size][self.share]
+            yield order[step * self.batch_size : (step + 1) * self.batch_size][mine]
 
     def epoch(self, epoch: int, start: int = 0, view: int = 0):
         """Yield the batches of one epoch from batch ``start`` on: images float32 [B, C, H, W] and labels [B].

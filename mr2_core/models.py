@@ -1,4 +1,4 @@
-"""Classifiers for small images: a backbone and a head that return ``(logits, features)``."""
+"""Classifiers of images: a backbone and a head that return ``(logits, features)``."""
 
 import torch
 from torch import Tensor, nn
@@ -134,14 +134,16 @@ def wide_resnet(depth: int, width: int) -> tuple[nn.Module, int]:
     return pooled(*layers, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)), channels
 
 
-def imagenet_resnet(depth: int) -> tuple[nn.Module, int]:
-    """torchvision's ResNet with the CIFAR stem: one 3×3 convolution, no pooling."""
+def imagenet_resnet(depth: int, *, small_images: bool) -> tuple[nn.Module, int]:
+    """torchvision's ResNet; for small images with the CIFAR stem: one 3×3 convolution, no pooling."""
     import torchvision
 
     network = getattr(torchvision.models, f"resnet{depth}")(weights=None)
     width = network.fc.in_features
-    network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    network.maxpool, network.fc = nn.Identity(), nn.Identity()
+    if small_images:
+        network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        network.maxpool = nn.Identity()
+    network.fc = nn.Identity()
     return network, width
 
 
@@ -160,7 +162,8 @@ BACKBONES = {
     "compact": compact_cnn,
     "compact-grey": lambda: compact_cnn(channels=1),
     **{f"resnet{depth}": (lambda depth=depth: cifar_resnet(depth)) for depth in (20, 32, 56)},
-    **{f"resnet{depth}": (lambda depth=depth: imagenet_resnet(depth)) for depth in (18, 34, 50)},
+    **{f"resnet{depth}": (lambda depth=depth: imagenet_resnet(depth, small_images=True)) for depth in (18, 34, 50)},
+    **{f"resnet{depth}-imagenet": (lambda d=depth: imagenet_resnet(d, small_images=False)) for depth in (18, 34, 50)},
     "wrn16-4": lambda: wide_resnet(16, 4),
     "wrn28-10": lambda: wide_resnet(28, 10),
     "vit": small_vit,

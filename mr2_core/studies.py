@@ -13,7 +13,9 @@ import subprocess
 import threading
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import filelock
 import numpy as np
@@ -22,6 +24,8 @@ import torch
 from scipy import stats
 
 from mr2_core.data import data_folder, load_dataset, split_train_validation, subset_per_class
+from mr2_core.image_sets import load_image_set
+from mr2_core.loaders import FolderLoader
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
 from mr2_core.models import build_model
@@ -33,7 +37,8 @@ from mr2_core.training import (
     Settings,
     channel_moments,
     fit,
-    predict,
+    predict_batches,
+    standardised,
     stream,
     summed,
     world,
@@ -84,7 +89,9 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     path : path
         A TOML file with ``name``, ``kind`` (tuning, confirmatory or descriptive), ``dataset``, ``model``, ``seeds``,
         optionally ``root`` (where ``arrays`` or a ``folder`` lie; a relative path starts at the folder MR2_DATA names,
-        else at the repository's ``data``), ``per_class``, ``head``, a table ``training`` of
+        else at the repository's ``data``), ``size`` (a side in pixels: the images are those of an image set such as
+        ``imagenet`` or ``folder``, see :func:`mr2_core.image_sets.load_image_set`, read from disk as they are needed
+        and brought to this size), ``per_class``, ``head``, a table ``training`` of
         :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), and a table ``arms``
         with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs.
     results : path
@@ -97,7 +104,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     """
     study = _toml(path)
     needed = ("name", "kind", "dataset", "model", "seeds", "arms")
-    known = (*needed, "title", "root", "per_class", "head", "training", "endpoints")
+    known = (*needed, "title", "root", "size", "per_class", "head", "training", "endpoints")
     if missing := [key for key in needed if key not in study]:
         raise ValueError(f"{path} lacks {', '.join(missing)}.")
     if unknown := [key for key in study if key not in known]:
@@ -112,13 +119,16 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
             try:
                 kind = ProbeSettings if study["model"] == "probe" else Settings
                 settings = kind(**(study.get("training", {}) | training))
-                build_method(method, 2, 1, **hyperparameters)
+                counts = hyperparameters.get("counts")
+                build_method(method, len(counts) if isinstance(counts, list) else 2, 1, **hyperparameters)
+                if "size" in study and set(settings.augment) != {"crop", "flip"}:
+                    raise ValueError(f"augment is {settings.augment}; expected crop and flip with a size.")
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, arm {arm}: {error}") from error
             configuration = {
                 "kind": study["kind"],
                 "dataset": study["dataset"],
-                **({"root": study["root"]} if "root" in study else {}),
+                **{key: study[key] for key in ("root", "size") if key in study},
                 "per_class": study.get("per_class"),
                 "model": study["model"],
                 "head": study.get("head", "linear"),
@@ -169,7 +179,80 @@ def _toml(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} is not valid TOML: {error}.") from error
 
 
-def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict | None:
+class Images(NamedTuple):
+    """What a run trains on, and for each part its labels and a function that yields its images, not augmented."""
+
+    num_classes: int
+    loader: BatchLoader | FolderLoader
+    parts: dict[str, tuple[np.ndarray, Callable]]
+
+
+def images_in_memory(c: dict, settings: Settings, root: Path | None, device: str) -> Images:
+    """Images of one size, as :func:`mr2_core.data.load_dataset` has them."""
+    dataset = load_dataset(c["dataset"], root)
+    chosen, validation = split(c, dataset.y_train)
+    pixels = dict(zip(("mean", "std"), channel_moments(dataset.x_train), strict=True))
+    loader = BatchLoader(
+        dataset.x_train[chosen],
+        dataset.y_train[chosen],
+        batch_size=settings.batch_size,
+        augment=settings.augment,
+        seed=c["seed"],
+        device=device,
+        **pixels,
+    )
+
+    def part(images, labels, indices=slice(None)):
+        return labels[indices], lambda: standardised(images[indices], device=device, **pixels)
+
+    train = dataset.x_train, dataset.y_train
+    parts = {
+        "train": part(*train, chosen),
+        "validation": part(*train, validation),
+        "test": part(dataset.x_test, dataset.y_test),
+    }
+    return Images(dataset.num_classes, loader, parts)
+
+
+def images_on_disk(c: dict, settings: Settings, root: Path | None, device: str, workers: int) -> Images:
+    """Images of any size, as :func:`mr2_core.image_sets.load_image_set` lists them."""
+    sets = load_image_set(c["dataset"], root)
+    chosen, validation = split(c, np.array(sets["train"].targets), official="validation" in sets)
+
+    def loader(part, indices=None):
+        return FolderLoader(
+            sets[part],
+            batch_size=settings.batch_size,
+            chosen=indices,
+            size=c["size"],
+            seed=c["seed"],
+            workers=workers,
+            device=device,
+        )
+
+    loaders = {
+        "train": loader("train", chosen),
+        "validation": loader("validation") if validation is None else loader("train", validation),
+        "test": loader("test"),
+    }
+    parts = {name: (one.labels.cpu().numpy(), one.in_order) for name, one in loaders.items()}
+    return Images(len(sets["train"].classes), loaders["train"], parts)
+
+
+def split(c: dict, labels: np.ndarray, *, official: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+    """Indices of a run's training images and of the validation images, at most 50 a class, which all runs share.
+
+    Where a dataset has ``official`` validation images, all training images are for training.
+    """
+    chosen, validation = np.arange(len(labels)), None
+    if not official:
+        chosen, validation = split_train_validation(labels, min(50, int(np.bincount(labels).min()) // 5))
+    if c["per_class"]:
+        chosen = chosen[subset_per_class(labels[chosen], c["per_class"], seed=c["seed"])]
+    return chosen, validation
+
+
+def execute(run: Run, *, device: str = "cpu", workers: int = 4, progress: bool = True) -> dict | None:
     """Do one run, from the checkpoint beside its result where there is one, and write its JSON.
 
     Tuning runs evaluate validation only; the test set is read once, at the end of a run of another kind. In a process
@@ -187,34 +270,23 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict | N
         parts, arrays = run_probe(c, device)
         return write_result(run, {"seconds": round(time.time() - started, 1)} | parts, arrays, device)
     root = Path(os.environ.get("MR2_DATA") or data_folder()) / c["root"] if "root" in c else None
-    dataset = load_dataset(c["dataset"], root)
     settings = Settings(**c["training"])
-    smallest = int(np.bincount(dataset.y_train).min())
-    chosen, validation = split_train_validation(dataset.y_train, min(50, smallest // 5))
-    if c["per_class"]:
-        chosen = chosen[subset_per_class(dataset.y_train[chosen], c["per_class"], seed=run.seed)]
+    if "size" in c:
+        num_classes, loader, images = images_on_disk(c, settings, root, device, workers)
+    else:
+        num_classes, loader, images = images_in_memory(c, settings, root, device)
     torch.manual_seed(stream(run.seed, "initialisation").initial_seed())
-    model = build_model(c["model"], dataset.num_classes, head=c["head"])
+    model = build_model(c["model"], num_classes, head=c["head"])
     torch.manual_seed(stream(run.seed, "method").initial_seed())
-    loss = build_method(c["method"], dataset.num_classes, model.head.in_features, **c["hyperparameters"])
-    pixels = dict(zip(("mean", "std"), channel_moments(dataset.x_train), strict=True))
-    loader = BatchLoader(
-        dataset.x_train[chosen],
-        dataset.y_train[chosen],
-        batch_size=settings.batch_size,
-        augment=settings.augment,
-        seed=run.seed,
-        device=device,
-        **pixels,
-    )
-    y_validation = dataset.y_train[validation]
+    loss = build_method(c["method"], num_classes, model.head.in_features, **c["hyperparameters"])
 
-    def evaluate(images, labels):
-        logits, _ = predict(model, images, device=device, precision=settings.precision, **pixels)
-        return logits, ClassReport(labels, logits.argmax(axis=1), dataset.num_classes)
+    def evaluate(part):
+        labels, batches = images[part]
+        logits, _ = predict_batches(model, batches(), settings.precision)
+        return logits, ClassReport(labels, logits.argmax(axis=1), num_classes)
 
     def after_epoch(model, loss):
-        record = {"validation_accuracy": evaluate(dataset.x_train[validation], y_validation)[1].accuracy}
+        record = {"validation_accuracy": evaluate("validation")[1].accuracy}
         if hasattr(loss, "statistics"):
             moments = loss.statistics
             record |= {
@@ -240,18 +312,18 @@ def execute(run: Run, *, device: str = "cpu", progress: bool = True) -> dict | N
     parts = {
         "seconds": round(sum(r["seconds"] for r in history), 1),
         "history": history,
-        "validation_by_class": digits(evaluate(dataset.x_train[validation], y_validation)[1].by_class),
-        "train_by_class": digits(evaluate(dataset.x_train[chosen], dataset.y_train[chosen])[1].by_class),
+        "validation_by_class": digits(evaluate("validation")[1].by_class),
+        "train_by_class": digits(evaluate("train")[1].by_class),
     }
     arrays = None
     if c["kind"] != "tuning":
-        logits, report = evaluate(dataset.x_test, dataset.y_test)
+        labels, (logits, report) = images["test"][0], evaluate("test")
         parts["test_by_class"] = digits(report.by_class)
         probability = torch.from_numpy(logits).softmax(dim=1).numpy()
         arrays = {
-            "label": dataset.y_test.astype(np.uint16),
+            "label": labels.astype(np.uint16),
             "prediction": logits.argmax(axis=1).astype(np.uint16),
-            "truth_probability": probability[np.arange(len(logits)), dataset.y_test].astype(np.float16),
+            "truth_probability": probability[np.arange(len(logits)), labels].astype(np.float16),
             "top_probability": probability.max(axis=1).astype(np.float16),
         }
     record = write_result(run, parts, arrays, device)
@@ -297,18 +369,21 @@ def write_atomically(path: Path, write) -> None:
 
 
 def provenance(device: str) -> dict:
-    """Commit, versions and hardware that a result was made with."""
+    """Commit and whether anything was changed since (None where git cannot say), versions and hardware of a result."""
 
     def git(*words):
         here = Path(__file__).resolve().parent
-        answer = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
-        return answer.stdout.strip() if answer.returncode == 0 else None
+        try:
+            return subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+            return None
 
     on_cuda = torch.device(device).type == "cuda"
     processes = f"{world()[1]} × " if world()[1] > 1 else ""
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ":/mr2_core", ":/studies")
     return {
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ":/mr2_core", ":/studies")),
+        "commit": commit and commit.strip(),
+        "dirty": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy")},
@@ -321,11 +396,15 @@ def provenance(device: str) -> dict:
     }
 
 
-def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: float | None = None) -> int:
+def run_study(
+    runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: float | None = None, workers: int = 4
+) -> int:
     """Do what is missing, ``jobs`` runs at a time; return how many are still missing.
 
     With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call. A run
-    that another process is doing is left to it. In a process group all processes share each run.
+    that another process is doing is left to it. In a process group all processes share each run. One run at a time uses
+    as many threads as torch is set to; of several, each uses one. Images that do not fit memory are read by ``workers``
+    processes, where several runs share the machine by each of them itself.
 
     Raises
     ------
@@ -337,21 +416,21 @@ def run_study(runs: list[Run], *, jobs: int = 1, device: str = "cpu", budget: fl
     missing = [run for run in runs if run.record is None]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to do.", flush=True)
     deadline = time.time() + budget if budget else None
-    threads = max(1, (os.cpu_count() or 1) // (jobs * world()[1]))
-    work = [(run, device, deadline, threads) for run in missing]
+    work = [(run, device, deadline, workers if jobs == 1 else 0) for run in missing]
     if jobs == 1:
         for item in work:
             if not _one(item):
                 break
     else:
-        with multiprocessing.get_context("spawn").Pool(jobs, _stop_with_parent, maxtasksperchild=1) as pool:
+        with multiprocessing.get_context("spawn").Pool(jobs, _begin_worker, maxtasksperchild=1) as pool:
             for _ in pool.imap_unordered(_one, work):
                 pass
     return sum(run.record is None for run in runs)
 
 
-def _stop_with_parent() -> None:
-    """Let a worker save and stop when the command it belongs to is gone, however that was ended."""
+def _begin_worker() -> None:
+    """Give a worker one thread, and let it save and stop when its command is gone, however that was ended."""
+    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
 
     def watch():
@@ -390,8 +469,7 @@ def _claimed(run: Run):
 
 
 def _one(item) -> bool:
-    run, device, deadline, threads = item
-    torch.set_num_threads(threads)
+    run, device, deadline, workers = item
     run.result.parent.mkdir(parents=True, exist_ok=True)
     if deadline:
         if summed(torch.tensor(int(time.time() >= deadline))):
@@ -404,7 +482,7 @@ def _one(item) -> bool:
     try:
         with _claimed(run):
             if run.record is None:
-                execute(run, device=device)
+                execute(run, device=device, workers=workers)
             summed(torch.tensor(0))  # nobody goes on before the first process has written
     except filelock.Timeout:
         print(f"{run.study} {run.arm} seed {run.seed} is being done by another process.", flush=True)

@@ -264,9 +264,16 @@ def predict(
     std=CIFAR100_STD,
 ):
     """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode."""
+    batches = standardised(images, device=device, batch_size=batch_size, mean=mean, std=std)
+    return predict_batches(model, batches, precision)
+
+
+def standardised(images, *, device, mean, std, batch_size=1000):
+    """Yield uint8 images [N, H, W, C] as standardised batches [B, C, H, W] on a device."""
     normalise = Normalise(mean, std, device)
-    parts = (np.ascontiguousarray(images[start : start + batch_size]) for start in range(0, len(images), batch_size))
-    return predict_batches(model, (normalise(torch.from_numpy(part).to(device)) for part in parts), precision)
+    for start in range(0, len(images), batch_size):
+        part = np.ascontiguousarray(images[start : start + batch_size])
+        yield normalise(torch.from_numpy(part).to(device))
 
 
 @torch.no_grad()
@@ -299,9 +306,9 @@ def fit(
     """Train a model in place.
 
     Under ``torchrun`` every process calls this with equal arguments and takes its share of each batch. Gradients are
-    averaged, the sums of a record and the statistics of MR2 joined; batch normalisation, the pairs of the
-    representation loss and what a baseline keeps see a process's own share. The first process writes the files, and a
-    signal to any process stops all of them after the same step.
+    averaged, the sums of a record, the statistics of MR2 and the weights of a robust method joined; batch
+    normalisation and pairs see a process's own share, and its running moments are the first process's from each epoch
+    to the next. The first process writes the files, and a signal to any process stops all of them after the same step.
 
     Parameters
     ----------
@@ -454,6 +461,8 @@ def fit(
             state["loss_sum"], state["correct"] = summed(loss_sum).item(), int(summed(correct))
             state["seconds"] += time.perf_counter() - begun
             if state["step"] == steps:
+                for buffer in (*model.buffers(), *loss.buffers()) if processes > 1 else ():
+                    torch.distributed.broadcast(buffer, 0)  # so that all evaluate the same network
                 seen = steps * loader.batch_size * views
                 record = {
                     "epoch": state["epoch"] + 1,

@@ -5,8 +5,10 @@ import copy
 import inspect
 import itertools
 import math
+import multiprocessing
 import os
 import signal
+import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -482,6 +484,7 @@ def test_generalised_cross_entropy_between_its_limits():
 
 def test_sums_over_classes_are_joined_over_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda sums: sums.mul_(2)
     )  # another process with the same batch
@@ -495,6 +498,47 @@ def test_sums_over_classes_are_joined_over_processes(monkeypatch):
     alone(logits, features, labels)
     torch.testing.assert_close(center.centres, twice.centres)
     torch.testing.assert_close(group.shares, alone.shares)  # means do not depend on it
+
+
+ROBUST = {"group-dro": {"step": 0.5}, "cvar-dro": {"alpha": 0.33}, "chi2-dro": {"radius": 0.8}, "fair-dro": {}}
+
+
+def robust(name, share):
+    """Two steps with every n-th example of a batch; the last total, the gradient and the buffers."""
+    loss = build(name, **ROBUST[name])
+    if name == "fair-dro":
+        loss.weights.copy_(torch.linspace(-0.1, 0.5, K))
+    for seed in range(2):
+        logits, features, labels = batch(10, seed=seed)
+        head = torch.ones(K, requires_grad=True)
+        total = loss(head * logits[share], features[share], labels[share]).total
+        total.backward()
+    return total.detach(), head.grad, dict(loss.named_buffers())
+
+
+def robust_in_a_group(rank, port, folder):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    found = {name: robust(name, slice(rank, None, 2)) for name in ROBUST}
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_weigh_the_whole_batch_as_one_would(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
+    torch.multiprocessing.start_processes(robust_in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    for name in ROBUST:
+        total, gradient, buffers = robust(name, slice(None))
+        torch.testing.assert_close((first[name][0] + second[name][0]) / 2, total)
+        torch.testing.assert_close((first[name][1] + second[name][1]) / 2, gradient)
+        for found in (first, second):
+            torch.testing.assert_close(found[name][2], buffers)
 
 
 # Corners

@@ -13,6 +13,7 @@ import mr2_core.training
 from mr2_core.data import DataError
 from mr2_core.loaders import FolderLoader
 from mr2_core.losses import MR2Loss
+from mr2_core.methods import build_method
 from mr2_core.models import build_model
 from mr2_core.training import BatchLoader, Interrupted, Settings, fit, predict_batches
 
@@ -152,7 +153,37 @@ def test_a_process_takes_its_share_of_every_batch(folder, monkeypatch, rank):
         assert one.batch_size == 4
         assert equal(list(one.epoch(0)), [(images[rank::2], labels[rank::2]) for images, labels in batches])
     with pytest.raises(ValueError, match="a batch of 5 cannot be dealt to 2 processes; choose a multiple"):
-        loader(folder)
+        list(loader(folder).epoch(0))
+
+
+def test_methods_that_make_their_own_batches_do_so_from_folders(folder):
+    torch.manual_seed(0)
+    model, jtt = build_model("compact", 3), build_method("jtt", 3, 128, first_epochs=1, upweight=4.0)
+    one = loader(folder, chosen=np.arange(1, 22, 2), batch_size=4)
+    jtt.begin(model, one, lambda *_: None)
+    images = torch.cat(list(loader(folder).in_order()))[1::2]
+    with torch.no_grad():
+        wrong = model.eval()(images)[0].argmax(dim=1) != one.labels
+    assert 0 < wrong.sum() < len(wrong)
+    raw = torch.where(wrong, 4.0, 1.0)
+    torch.testing.assert_close(jtt.weights, raw / raw.mean())
+    for chosen, plain, batch in zip(one.order(2, 1), one.epoch(2, 1), jtt.batches(one, 2, 1), strict=True):
+        assert equal([plain], [batch[:2]])
+        assert torch.equal(batch[2], jtt.weights[chosen])
+    pairs = next(build_method("supcon", 3, 128).batches(one, 0, 0))
+    views = [next(one.epoch(0, view=view)) for view in (0, 1)]
+    assert equal([pairs], [tuple(map(torch.cat, zip(*views, strict=True)))])
+
+
+@pytest.mark.parametrize("method", ["mixup", "lff", "jtt", "supcon", "supcon-two-stage", "fair-dro"])
+def test_methods_with_hooks_train_from_folders(folder, method):
+    torch.manual_seed(0)
+    stages = {"jtt": {"first_epochs": 1, "upweight": 2.0}, "supcon-two-stage": {"first_epochs": 1}}
+    model, loss = build_model("compact", 3), build_method(method, 3, 128, **stages.get(method, {}))
+    settings = Settings(epochs=2, batch_size=5, precision="float32", learning_rate=0.05)
+    history = fit(model, loss, loader(folder), settings, progress=False)
+    assert [record["epoch"] for record in history] == [1, 2]
+    assert all(0 <= record["train_accuracy"] <= 1 for record in history)
 
 
 def test_what_cannot_be_read_is_named(folder, tmp_path):

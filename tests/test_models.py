@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from mr2_core.models import BACKBONES, CosineHead, build_model
 
 # He et al. (2016), table 6, give 0.27, 0.46 and 0.85 M for 10 classes; 90 more add 90 × 65. The wide networks are
-# 36.5 M and 2.77 M (Zagoruyko & Komodakis 2016); torchvision's with a 3×3 stem and 100 classes are counted by hand.
+# 36.5 M and 2.77 M (Zagoruyko & Komodakis 2016); torchvision's with a 3×3 stem and 100 classes are counted by hand, and
+# with their own stem have what torchvision publishes for 1000 classes, less 900 of the head's rows.
 PARAMETERS = {
     "compact": 378_628,
     "compact-grey": 375_172,
@@ -17,6 +18,9 @@ PARAMETERS = {
     "resnet18": 11_220_132,
     "resnet34": 21_328_292,
     "resnet50": 23_705_252,
+    "resnet18-imagenet": 11_689_512 - 900 * 513,
+    "resnet34-imagenet": 21_797_672 - 900 * 513,
+    "resnet50-imagenet": 25_557_032 - 900 * 2049,
     "wrn16-4": 2_772_020,
     "wrn28-10": 36_536_884,
     "vit": 2_710_948,

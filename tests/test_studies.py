@@ -13,8 +13,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 
+from mr2_core import studies
 from mr2_core.__main__ import duration, main, shard
 from mr2_core.data import load_dataset
 from mr2_core.studies import (
@@ -81,12 +83,30 @@ def test_runs_are_seed_by_seed_and_an_arm_changes_the_training(study, tmp_path):
         ("epochs = 2", "epoch = 2", "unexpected keyword argument 'epoch'"),
         ("learning_rate = 0.05", "learning_rate = 0", "arm mr2: learning_rate is 0; expected a positive number"),
         ("seeds = [0, 1]", "seeds = [0, 1", "is not valid TOML"),
+        ("seeds = [0, 1]", "seeds = [0, 1]\nsize = 16", r"augment is \(\); expected crop and flip with a size"),
     ],
 )
 def test_a_study_that_is_wrong_is_refused_before_anything_runs(study, tmp_path, old, new, sentence):
     assert old in STUDY
     with pytest.raises(ValueError, match=sentence):
         read_study(study(text=STUDY.replace(old, new)), tmp_path)
+
+
+def test_counts_by_class_are_a_list_of_the_method(study, tmp_path):
+    counts = list(range(1, 11))
+    text = STUDY.replace('method = "mr2"', f'method = "ldam"\ncounts = {counts}').replace(
+        "representation_weight = 0.01", ""
+    )
+    run = read_study(study(text=text), tmp_path)[1]
+    assert run.configuration["hyperparameters"] == {"counts": counts}
+    assert execute(run, progress=False)["test_by_class"]
+    for wrong, sentence in (
+        (counts[:9], "expected 10 positive numbers"),
+        (7, "expected 2 positive"),
+        ([0, 1], "counts is"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            execute(read_study(study(text=text.replace(str(counts), str(wrong))), tmp_path)[1], progress=False)
 
 
 def test_a_run_is_recorded_once_and_reported(study, tmp_path, capsys):
@@ -121,11 +141,21 @@ def test_a_run_is_recorded_once_and_reported(study, tmp_path, capsys):
     assert done == {"erm"}, "a run of another configuration is not this run"
 
 
-def test_a_tuning_run_never_sees_the_test_images(study, tmp_path, monkeypatch):
-    import mr2_core.studies
+def evaluated(monkeypatch):
+    """Collect the number of images of each evaluation."""
+    sizes, predict = [], studies.predict_batches
 
-    seen, predict = [], mr2_core.studies.predict
-    monkeypatch.setattr(mr2_core.studies, "predict", lambda m, x, **k: seen.append(len(x)) or predict(m, x, **k))
+    def spy(*arguments):
+        outputs = predict(*arguments)
+        sizes.append(len(outputs[0]))
+        return outputs
+
+    monkeypatch.setattr(studies, "predict_batches", spy)
+    return sizes
+
+
+def test_a_tuning_run_never_sees_the_test_images(study, tmp_path, monkeypatch):
+    seen = evaluated(monkeypatch)
     run = read_study(study("tuning"), tmp_path)[0]
     record = execute(run, progress=False)
     assert "test_by_class" not in record
@@ -183,14 +213,16 @@ def test_workers_end_with_their_command_and_save(study, tmp_path, number):
     path, results = study(text=STUDY.replace("epochs = 2", "epochs = 100000")), tmp_path / "results"
     command = [sys.executable, "-m", "mr2_core", "run", str(path), "--results", str(results), "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(list(results.rglob("*.pt"))) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 600  # on a busy machine three processes that import torch take their time
+    while len(list(results.rglob("*.pt"))) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
+    alive = process.poll() is None
     process.send_signal(number)
     process.wait()
+    assert alive, "the command ended by itself"
     # Locks that can be taken are those of processes that are gone.
     for run in read_study(path, results)[:2]:
-        with filelock.FileLock(run.result.with_suffix(".lock"), timeout=30):
+        with filelock.FileLock(run.result.with_suffix(".lock"), timeout=300):
             state = torch.load(run.result.with_name(f"{run.result.stem}-{run.identity}.pt"), weights_only=True)["state"]
             assert state["epoch"] > 0
 
@@ -241,6 +273,39 @@ def test_a_study_of_ones_own_arrays(study, tmp_path, monkeypatch):
     assert first["identity"] != second["identity"]
 
 
+def test_a_study_of_images_on_disk(study, tmp_path, monkeypatch):
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 10), ("val", 4)):
+        for label in "abc":
+            for index in range(count):
+                file = tmp_path / "set" / part / label / f"{index}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pixels = generator.integers(0, 256, (*generator.integers(20, 40, 2), 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(file)
+    monkeypatch.setenv("MR2_DATA", str(tmp_path))
+    text = STUDY.replace('"digits"', '"folder"\nroot = "set"\nsize = 16').replace("per_class = 20", "per_class = 7")
+    text = text.replace("compact-grey", "compact").replace("augment = []", "").replace("= 50", "= 4")
+    path, results = study(text=text), tmp_path / "results"
+    assert main(["run", str(path), "--seed", "0", "--workers", "1", "--results", str(results)]) == 0
+    erm, mr2 = read_study(path, results)[:2]
+    assert erm.configuration["size"] == 16
+    assert [record["epoch"] for record in mr2.record["history"]] == [1, 2]
+    assert {name: len(mr2.record[name]) for name in ("train_by_class", "validation_by_class", "test_by_class")} == {
+        "train_by_class": 3,
+        "validation_by_class": 3,
+        "test_by_class": 3,
+    }
+    with np.load(mr2.result.with_suffix(".npz")) as arrays:
+        assert arrays["label"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    sizes = evaluated(monkeypatch)
+    execute(read_study(path, tmp_path / "again")[0], workers=0, progress=False)
+    assert sizes == [6, 6, 6, 21, 12], "two images a class validate, after each epoch and in the end"
+    sizes.clear()
+    tuning = read_study(study("tuning", text), tmp_path / "tuning")[0]
+    execute(tuning, workers=0, progress=False)
+    assert sizes == [6, 6, 6, 21]
+
+
 def test_a_budget_stops_a_run_and_the_same_command_goes_on(study, tmp_path, capsys, monkeypatch):
     from mr2_core import training
 
@@ -261,9 +326,34 @@ def test_a_budget_stops_a_run_and_the_same_command_goes_on(study, tmp_path, caps
     assert main(command) == 0
 
 
-def test_provenance_sees_what_is_not_committed(tmp_path, monkeypatch):
-    from mr2_core import studies
+def test_threads_are_the_users_or_one_each(study, tmp_path, monkeypatch):
+    before, run, seen = torch.get_num_threads(), read_study(study(), tmp_path)[0], []
+    torch.set_num_threads(3)
+    try:
+        assert run_study([run], jobs=2) == 0
+        assert run.record["made_with"]["hardware"].endswith(" 1 threads")
+        run.result.unlink()
+        monkeypatch.setattr(studies, "execute", lambda *_, **__: seen.append(torch.get_num_threads()))
+        run_study([run])
+        assert seen == [torch.get_num_threads()] == [3]
+    finally:
+        torch.set_num_threads(before)
 
+
+@pytest.mark.parametrize("git", ["missing", "elsewhere"])
+def test_without_git_a_run_is_recorded_and_its_commit_is_not_known(study, tmp_path, monkeypatch, git):
+    if git == "missing":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(studies, "__file__", str(tmp_path / "studies.py"))
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    run = read_study(study(), tmp_path)[0]
+    assert execute(run, progress=False)["made_with"] == run.record["made_with"]
+    assert run.record["made_with"]["commit"] is None
+    assert run.record["made_with"]["dirty"] is None
+
+
+def test_provenance_sees_what_is_not_committed(tmp_path, monkeypatch):
     copy = tmp_path / "mr2_core"
     copy.mkdir()
     (copy / "studies.py").write_text("committed")

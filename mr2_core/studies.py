@@ -90,7 +90,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
         A TOML file with ``name``, ``kind`` (tuning, confirmatory or descriptive), ``dataset``, ``model``, ``seeds``,
         optionally ``root`` (where ``arrays`` or a ``folder`` lie; a relative path starts at the folder MR2_DATA names,
         else at the repository's ``data``), ``size`` (a side in pixels: the images are those of an image set such as
-        ``imagenet`` or ``folder``, see :func:`mr2_core.image_sets.load_image_set`, read from disk as they are needed
+        ``imagenet`` or ``folder``, see ``mr2_core.image_sets.load_image_set``, read from disk as they are needed
         and brought to this size), ``per_class``, ``head``, a table ``training`` of
         :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), and a table ``arms``
         with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs.
@@ -179,7 +179,7 @@ def _toml(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} is not valid TOML: {error}.") from error
 
 
-class Images(NamedTuple):
+class Source(NamedTuple):
     """What a run trains on, and for each part its labels and a function that yields its images, not augmented."""
 
     num_classes: int
@@ -187,7 +187,7 @@ class Images(NamedTuple):
     parts: dict[str, tuple[np.ndarray, Callable]]
 
 
-def images_in_memory(c: dict, settings: Settings, root: Path | None, device: str) -> Images:
+def images_in_memory(c: dict, settings: Settings, root: Path | None, device: str) -> Source:
     """Images of one size, as :func:`mr2_core.data.load_dataset` has them."""
     dataset = load_dataset(c["dataset"], root)
     chosen, validation = split(c, dataset.y_train)
@@ -211,10 +211,10 @@ def images_in_memory(c: dict, settings: Settings, root: Path | None, device: str
         "validation": part(*train, validation),
         "test": part(dataset.x_test, dataset.y_test),
     }
-    return Images(dataset.num_classes, loader, parts)
+    return Source(dataset.num_classes, loader, parts)
 
 
-def images_on_disk(c: dict, settings: Settings, root: Path | None, device: str, workers: int) -> Images:
+def images_on_disk(c: dict, settings: Settings, root: Path | None, device: str, workers: int) -> Source:
     """Images of any size, as :func:`mr2_core.image_sets.load_image_set` lists them."""
     sets = load_image_set(c["dataset"], root)
     chosen, validation = split(c, np.array(sets["train"].targets), official="validation" in sets)
@@ -236,7 +236,7 @@ def images_on_disk(c: dict, settings: Settings, root: Path | None, device: str, 
         "test": loader("test"),
     }
     parts = {name: (one.labels.cpu().numpy(), one.in_order) for name, one in loaders.items()}
-    return Images(len(sets["train"].classes), loaders["train"], parts)
+    return Source(len(sets["train"].classes), loaders["train"], parts)
 
 
 def split(c: dict, labels: np.ndarray, *, official: bool = False) -> tuple[np.ndarray, np.ndarray | None]:

@@ -306,6 +306,17 @@ def test_a_study_of_images_on_disk(study, tmp_path, monkeypatch):
     assert sizes == [6, 6, 6, 21]
 
 
+def test_official_validation_images_leave_all_others_for_training():
+    labels = np.repeat(np.arange(3), 10)
+    chosen, validation = studies.split({"per_class": None, "seed": 0}, labels, official=True)
+    assert validation is None
+    assert chosen.tolist() == list(range(30))
+    chosen, validation = studies.split({"per_class": 4, "seed": 0}, labels)
+    assert sorted(labels[validation]) == [0, 0, 1, 1, 2, 2]
+    assert sorted(labels[chosen]) == sorted([0, 1, 2] * 4)
+    assert not set(chosen) & set(validation)
+
+
 def test_a_budget_stops_a_run_and_the_same_command_goes_on(study, tmp_path, capsys, monkeypatch):
     from mr2_core import training
 

@@ -36,7 +36,7 @@ class Settings:
         Peak of a linear warm-up over ``warmup_epochs`` followed by a half cosine to 0, set at every step.
     layer_decay : float
         Factor in (0, 1] by which the learning rate falls from block to block, from the output to the input, for
-        fine-tuning (:func:`layer_groups`); 1 is off.
+        fine-tuning (:func:`mr2_core.training.layer_groups`); 1 is off.
     clip : float
         Largest norm of the whole gradient; 0 leaves it alone.
     precision : {"float32", "bf16", "fp16"}

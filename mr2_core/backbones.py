@@ -7,7 +7,6 @@ that you pass.
 import dataclasses
 import hashlib
 import math
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,46 +111,6 @@ def fingerprint(network: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def layer_groups(network: nn.Module, decay: float) -> list[dict]:
-    """Parameter groups for an optimiser whose learning rate falls with the distance from the output.
-
-    Block ``l`` of L has ``lr_scale = decay**(L + 1 - l)``; what comes before the blocks has that of ``l = 0``, and what
-    comes after them 1 (Clark et al. 2020, Bao et al. 2022). Blocks are the children with a number in their name.
-
-    Parameters
-    ----------
-    network : Module
-        Its parameters are declared from the input to the output.
-    decay : float
-        In (0, 1]; 0.65 to 0.75 is usual for vision transformers.
-
-    Returns
-    -------
-    list of dict
-        ``params`` and ``lr_scale``, from the input to the output; every parameter is in one group.
-
-    Raises
-    ------
-    ValueError
-        If the decay is out of range or the network has no numbered blocks.
-    """
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay is {decay}; expected a factor in (0, 1].")
-    blocks = [re.match(r"(.*?\b\d+)\.", name) for name, _ in network.named_parameters()]
-    blocks = [match and match[1] for match in blocks]
-    depths = {block: depth for depth, block in enumerate(dict.fromkeys(filter(None, blocks)), 1)}
-    if not depths:
-        raise ValueError("the network has no numbered blocks, such as blocks.0; layer-wise decay needs them.")
-    last, groups, depth = max(i for i, block in enumerate(blocks) if block), {}, 0
-    for index, (block, parameter) in enumerate(zip(blocks, network.parameters(), strict=True)):
-        depth = len(depths) + 1 if index > last else depths.get(block, depth)
-        groups.setdefault(depth, []).append(parameter)
-    return [
-        {"params": parameters, "lr_scale": decay ** (len(depths) + 1 - depth)}
-        for depth, parameters in sorted(groups.items())
-    ]
 
 
 def from_timm(name: str, weights, size: int | None):

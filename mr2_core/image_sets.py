@@ -107,7 +107,7 @@ def load_image_set(name, root=None, *, download=True):
     name : str
         "pets", "flowers", "food101", "aircraft" (by variant), "cars", "imagenet" (its validation images are the part
         "test"); "folder": folders `train` and `test` (or `val`), each with one folder of images per class, of any size;
-        or a dataset of :func:`mr2_core.data.load_dataset`.
+        or a dataset of :func:`mr2_core.load_dataset`.
     root : path, optional
         The folder that holds the dataset's own folder (for "imagenet" the one with its archives, which are unpacked
         there). Without it, `raw` in the folder MR2_DATA names, else in the repository's `data`.

@@ -45,7 +45,7 @@ class FolderLoader:
     batch_size : int
         The last batch of an epoch is dropped when it is smaller, unless it is the only one.
     chosen : array of int, optional
-        Indices of the images to use, in the order of :attr:`labels`; all by default.
+        Indices of the images to use, in the order of ``labels``; all by default.
     size : int
         Side of the images: in training a random resized crop and a flip, else the centre of the image resized to 8/7 of
         it, as 224 is cut from 256.

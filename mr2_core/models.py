@@ -25,6 +25,37 @@ class CosineHead(nn.Linear):
         return self.log_scale.exp() * F.linear(F.normalize(features, dim=-1), F.normalize(self.weight, dim=-1))
 
 
+def zero_shot_head(texts: Tensor, scale: float = 100.0) -> CosineHead:
+    """A head that was never trained: class weights are embeddings of texts that name the classes (Radford et al. 2021).
+
+    Parameters
+    ----------
+    texts : Tensor
+        [K, D], or [K, T, D] for T texts a class, whose unit vectors are averaged; from the text tower that belongs to
+        the features' image tower.
+    scale : float
+        Inverse temperature; CLIP's own is 100.
+
+    Raises
+    ------
+    ValueError
+        On another shape, or where a class's embeddings are not finite or average to zero.
+    """
+    texts = torch.as_tensor(texts, dtype=torch.float32)
+    if texts.ndim not in (2, 3):
+        raise ValueError(f"texts has shape {list(texts.shape)}; expected [K, D] or [K, T, D].")
+    mean = F.normalize(texts, dim=-1) if texts.ndim == 2 else F.normalize(texts, dim=-1).mean(dim=1)
+    length = mean.norm(dim=-1)
+    if (empty := ~(length > 1e-6)).any():  # NaN, too
+        raise ValueError(
+            f"the texts of class {empty.nonzero()[0].item()} have no direction; expected finite rows, not 0."
+        )
+    head = CosineHead(texts.shape[-1], len(texts), scale)
+    with torch.no_grad():
+        head.weight.copy_(mean)
+    return head
+
+
 class Classifier(nn.Module):
     """Backbone and head; ``features`` are what the head's inner products see (unit vectors under a cosine head)."""
 

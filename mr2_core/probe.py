@@ -26,9 +26,9 @@ class ProbeSettings:
     Attributes
     ----------
     weight_decay : float or tuple of float
-        α of :func:`fit_probe`. Several are the trials of a tuning study, which are judged on validation images.
+        α of :func:`mr2_core.probe.fit_probe`. Several are the trials of a tuning study, judged on validation images.
     tolerance : float
-        As in :func:`fit_probe`.
+        As in :func:`mr2_core.probe.fit_probe`.
     """
 
     weight_decay: float | tuple[float, ...]
@@ -73,7 +73,7 @@ def exact_margins(
     Parameters
     ----------
     method : str
-        One of ``METHODS``, as in :mod:`mr2_core.methods`.
+        One of ``METHODS``, as in :func:`mr2_core.methods.build_method`.
     features, labels : Tensor
         [M, D] and [M]: what the head will be trained on.
     num_classes : int

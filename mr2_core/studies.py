@@ -46,6 +46,8 @@ from mr2_core.training import (
 
 SCHEMA = 1
 KINDS = ("tuning", "confirmatory", "descriptive")
+# A setting that is younger than recorded runs stays out of the configuration at its default, so that they stay valid.
+YOUNGER = {"layer_decay": 1.0}
 LEVELS = ("overall", "easy", "medium", "hard")
 
 
@@ -134,7 +136,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
                 "head": study.get("head", "linear"),
                 "method": method,
                 "hyperparameters": hyperparameters,
-                "training": dataclasses.asdict(settings),
+                "training": {k: v for k, v in dataclasses.asdict(settings).items() if YOUNGER.get(k) != v},
                 "seed": seed,
             }
             result = Path(results) / study["name"] / arm / f"seed{seed}.json"

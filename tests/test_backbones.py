@@ -21,8 +21,9 @@ from torch import nn
 
 from mr2_core import backbones, extract
 from mr2_core.__main__ import main
-from mr2_core.backbones import BACKBONES, TIMM, Preprocessing, backbone, fingerprint, layer_groups
+from mr2_core.backbones import BACKBONES, TIMM, Preprocessing, backbone, fingerprint
 from mr2_core.data import DataError, load_dataset
+from mr2_core.training import layer_groups
 
 LITE0 = "efficientnet-lite0"
 

@@ -7,6 +7,7 @@ import pickle
 import tarfile
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from scipy.io import savemat
 
 from mr2_core import image_sets
 from mr2_core.data import DataError
-from mr2_core.image_sets import SETS, load_image_set
+from mr2_core.image_sets import PLACE, SETS, load_image_set
 from mr2_core.loaders import FolderLoader
 
 
@@ -269,3 +270,12 @@ def test_the_folder_loader_can_read_a_part(tmp_path, monkeypatch):
     ((images, labels),) = loader.epoch(0)
     assert images.shape == (3, 3, 32, 32)
     torch.testing.assert_close((images[:, 0].mean(dim=(1, 2)) > 0.4).long(), labels)
+
+
+def test_the_page_on_data_says_what_must_lie_where():
+    page = (Path(__file__).resolve().parent.parent / "book" / "data.md").read_text(encoding="utf-8")
+    for name, (*_, layout, advice) in SETS.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        _, _, itself, cell, _ = row.split("|")
+        assert cell.replace("`", "").strip() == layout
+        assert (itself.strip() == "yes") == (advice == PLACE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mr2_core.models import BACKBONES, CosineHead, build_model
+from mr2_core.models import BACKBONES, CosineHead, build_model, zero_shot_head
 
 # He et al. (2016), table 6, give 0.27, 0.46 and 0.85 M for 10 classes; 90 more add 90 × 65. The wide networks are
 # 36.5 M and 2.77 M (Zagoruyko & Komodakis 2016); torchvision's with a 3×3 stem and 100 classes are counted by hand, and
@@ -55,6 +55,32 @@ def test_cosine_head_is_scaled_cosine():
     torch.testing.assert_close(head(features), expected)
     torch.testing.assert_close(head(100 * features), expected)
     assert head.log_scale.requires_grad
+
+
+def test_zero_shot_head_scores_images_by_the_angle_to_the_mean_text():
+    torch.manual_seed(0)
+    texts, features = torch.randn(3, 4, 5), torch.randn(6, 5)  # 3 classes, 4 texts each
+    head = zero_shot_head(texts.numpy(), scale=50.0)
+    mean = (texts / texts.norm(dim=2, keepdim=True)).mean(dim=1)
+    torch.testing.assert_close(head(features), 50 * F.cosine_similarity(features[:, None], mean[None], dim=-1))
+    one = zero_shot_head(7 * texts[:, 0])
+    torch.testing.assert_close(one(features), 2 * zero_shot_head(texts[:, :1], scale=50.0)(features))
+    assert one.log_scale.exp().item() == pytest.approx(100)
+    assert one.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (torch.ones(5), r"texts has shape \[5\]; expected \[K, D\] or \[K, T, D\]"),
+        (torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "the texts of class 1 have no direction"),
+        (torch.tensor([[1.0, torch.nan], [0.0, 1.0]]), "the texts of class 0 have no direction"),
+        (torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]]), "the texts of class 0 have no direction"),
+    ],
+)
+def test_texts_that_make_no_head(texts, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        zero_shot_head(texts)
 
 
 def test_unknown_names_are_listed():

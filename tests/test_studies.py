@@ -72,6 +72,15 @@ def test_runs_are_seed_by_seed_and_an_arm_changes_the_training(study, tmp_path):
     assert len({run.identity for run in runs}) == 4
 
 
+def test_a_setting_younger_than_recorded_runs_is_in_no_identity_until_it_is_used(study, tmp_path):
+    plain = read_study(study(), tmp_path)[0]
+    off = read_study(study(text=STUDY.replace("epochs = 2", "epochs = 2\nlayer_decay = 1.0")), tmp_path)[0]
+    used = read_study(study(text=STUDY.replace("epochs = 2", "epochs = 2\nlayer_decay = 0.7")), tmp_path)[0]
+    assert "layer_decay" not in plain.configuration["training"]
+    assert plain.identity == off.identity != used.identity
+    assert used.configuration["training"]["layer_decay"] == 0.7
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

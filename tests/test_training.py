@@ -1,5 +1,6 @@
 """Loader, schedule, checkpoints and exact resumption."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from mr2_core.training import (
     channel_moments,
     fit,
     learning_rate,
+    make_optimizer,
     predict,
     process_group,
     stream,
@@ -160,6 +162,8 @@ def test_schedule_warms_up_linearly_then_falls_as_half_a_cosine():
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32, bf16, fp16"),
         ({"epochs": 0}, "epochs is 0; expected a positive number"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
+        ({"layer_decay": 0.0}, "layer_decay is 0.0; expected a factor in"),
+        ({"layer_decay": 1.5}, "layer_decay is 1.5; expected a factor in"),
         ({"augment": ("blur",)}, "augment holds blur; expected any of crop, flip, cutout, autoaugment"),
     ],
 )
@@ -202,10 +206,32 @@ class TestFit:
         fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
         torch.testing.assert_close(model.head.weight, before - 0.1 * 1.9 * gradient, rtol=1e-4, atol=1e-6)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_stopped_by_a_signal_it_resumes_bit_for_bit(self, tmp_path, number):
+    def test_layer_decay_scales_the_steps_of_blocks_and_nothing_else(self):
+        """PixelUnshuffle has no parameters, so the compact network's blocks are its children 1 to 5; then the head."""
+        steps = {}
+        for decay in (1.0, 0.5):
+            plain = {"momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 2.0, "augment": ()}
+            settings = Settings(epochs=1, batch_size=70, precision="float32", layer_decay=decay, **plain)
+            model, loss = network()[0].double(), LearntScale(128).double()
+            before = {name: p.detach().clone() for name, p in (*model.named_parameters(), *loss.named_parameters())}
+            fit(model, loss, doubled(loader(batch_size=70, augment=())), settings, progress=False)
+            after = dict((*model.named_parameters(), *loss.named_parameters()))
+            steps[decay] = {name: after[name].detach() - value for name, value in before.items()}
+        for name, step in steps[1.0].items():
+            block = int(name.split(".")[1]) if name.startswith("backbone") else 6
+            assert step.abs().max() > 0, name
+            torch.testing.assert_close(steps[0.5][name], 0.5 ** (6 - block) * step, rtol=1e-6, atol=1e-12)
+
+    def test_without_layer_decay_all_parameters_are_one_group(self):
+        model, loss = network()[0], LearntScale(128)
+        (group,) = make_optimizer(model, loss, Settings()).param_groups
+        assert [id(p) for p in group["params"]] == [id(p) for p in (*model.parameters(), *loss.parameters())]
+
+    @pytest.mark.parametrize(("number", "decay"), [(signal.SIGTERM, 1.0), (signal.SIGINT, 1.0), (signal.SIGTERM, 0.5)])
+    def test_stopped_by_a_signal_it_resumes_bit_for_bit(self, tmp_path, number, decay):
+        settings = dataclasses.replace(SETTINGS, layer_decay=decay)
         model, loss = network()
-        whole = fit(model, loss, loader(), SETTINGS, progress=False)
+        whole = fit(model, loss, loader(), settings, progress=False)
 
         stopped, its_loss = network()
         batches = 0
@@ -219,12 +245,12 @@ class TestFit:
         handle = stopped.register_forward_hook(forward_hook)
         path = tmp_path / "run.pt"
         with pytest.raises(Interrupted, match=f"Stopped at epoch 1, step 2; its state is in {path}; run the same"):
-            fit(stopped, its_loss, loader(), SETTINGS, checkpoint=path, progress=False)
+            fit(stopped, its_loss, loader(), settings, checkpoint=path, progress=False)
         handle.remove()
         assert batches == 6
 
         resumed, resumed_loss = network(seed=1)  # another initialisation: everything comes from the file
-        history = fit(resumed, resumed_loss, loader(), SETTINGS, checkpoint=path, progress=False)
+        history = fit(resumed, resumed_loss, loader(), settings, checkpoint=path, progress=False)
         for mine, other in ((model, resumed), (loss, resumed_loss)):
             for name, value in mine.state_dict().items():
                 assert torch.equal(value, other.state_dict()[name]), name
@@ -277,6 +303,13 @@ class TestFit:
         assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+def doubled(loader):
+    """A loader whose batches are float64."""
+    epoch = loader.epoch
+    loader.epoch = lambda *position: ((images.double(), labels) for images, labels in epoch(*position))
+    return loader
+
+
 class Layers(torch.nn.Module):
     """Two layers and no batch normalisation, which would see each process's share alone."""
 
@@ -296,8 +329,8 @@ class Layers(torch.nn.Module):
 class LearntScale(MR2Loss):
     """Margins and no pairs, which stay within a process, and a parameter of the loss's own."""
 
-    def __init__(self):
-        super().__init__(5, 32, representation_weight=0.0, warmup=2)
+    def __init__(self, width=32):
+        super().__init__(5, width, representation_weight=0.0, warmup=2)
         self.scale = torch.nn.Parameter(torch.tensor(2.0))
 
     def forward(self, logits, features, labels):

@@ -230,7 +230,8 @@ def test_endpoints(study, tmp_path):
             read_endpoints(study(text=text.replace(old, new)))
 
 
-def test_a_study_can_reuse_arms_of_another(study, tmp_path, capsys):
+def test_a_study_can_reuse_arms_of_another(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # so small a problem is quicker on one thread
     results = tmp_path / "results"
     first = study()
     own = (

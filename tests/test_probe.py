@@ -476,6 +476,24 @@ def test_the_recorded_study_uses_what_its_tuning_chose(name):
         assert run.record, f"{run.arm} seed {run.seed} has not been run"
 
 
+def test_the_recorded_baselines_use_what_their_tuning_chose():
+    results = ROOT / "data" / "results"
+    tuning, study = (
+        read_study(ROOT / "studies" / f"cifar100-baselines-probe{part}.toml", results) for part in ("-tuning", "")
+    )
+    trials = {}
+    for run in tuning:
+        method, own = run.configuration["method"], run.configuration["hyperparameters"]
+        trials.setdefault(method, []).extend((own, trial) for trial in run.record["trials"])
+    assert {run.arm for run in study} == set(trials)
+    for run in study:
+        assert len(trials[run.arm]) == 8
+        own, best = max(trials[run.arm], key=lambda trial: trial[1]["validation_accuracy"])
+        assert run.configuration["hyperparameters"] == own
+        assert run.configuration["training"]["weight_decay"] == best["weight_decay"]
+        assert run.record, f"{run.arm} seed {run.seed} has not been run"
+
+
 def test_a_recorded_run_can_be_repeated():
     run = next(
         run

@@ -16,16 +16,15 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 
 import numpy as np
 import torch
+from loss_speed import DEVICE, seconds
 
 from mr2_core.methods import METHODS, build_method
 from mr2_core.models import build_model
 from mr2_core.training import BatchLoader, Settings, autocast, make_optimizer, plain_batches
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDED = {"jtt": {"first_epochs": 1, "upweight": 5.0}, "supcon-two-stage": {"first_epochs": 1}}
 
 
@@ -51,16 +50,6 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         self.loss(logits, features, labels, *more).total.backward()
         self.optimizer.step()
-
-    def seconds(self) -> float:
-        """Wall time, the GPU's work included."""
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        self()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     def memory(self) -> int:
         """Bytes at the peak, of this method alone."""
@@ -116,7 +105,7 @@ def main() -> None:
     order = list(METHODS)
     for turn in range(options.rounds):
         for name in order if turn % 2 else reversed(order):
-            times[name].append(steps[name].seconds())
+            times[name].append(seconds(steps[name]))
     ratios = {
         name: statistics.median(own / erm for own, erm in zip(taken, times["erm"], strict=True))
         for name, taken in times.items()

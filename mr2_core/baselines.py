@@ -57,8 +57,7 @@ class Baseline(nn.Module):
         """Return the loss as ``total`` and ``logit`` for logits [B, K], features [B, D] and labels [B]."""
         check_rows("logits", logits, width=self.num_classes)
         check_labels(labels, *logits.shape)
-        loss = self.combine(self.each(wide(logits), labels), labels)
-        return MR2Output(loss, loss, torch.zeros_like(loss))
+        return single(self.combine(self.each(wide(logits), labels), labels))
 
 
 # Plain training
@@ -118,8 +117,7 @@ class Mixup(Baseline):
         out = super().forward(logits, features, labels)
         if partners is None:
             return out
-        loss = share * out.total + (1 - share) * super().forward(logits, features, partners).total
-        return MR2Output(loss, loss, out.representation)
+        return single(share * out.total + (1 - share) * super().forward(logits, features, partners).total)
 
 
 # Re-weighting, and hard examples
@@ -184,10 +182,11 @@ class LfF(Baseline):
 
     .. math:: \frac{1-p_{B,y}^{\,q}}{q} \qquad\text{and}\qquad \frac{\ell_B}{\ell_B+\ell}\,\ell
 
-    The weight is a constant to the gradient. The authors' code also averages both losses over epochs and divides them
-    by the largest of their class, which the paper's equations do not have and this does not do. Class frequencies play
-    no part; while both networks are alike all weights are 1/2, which halves the learning rate. Only
-    :func:`mr2_core.training.fit` provides the second network: without images it is cross-entropy.
+    The weight is a constant to the gradient. The authors' code also averages both losses over epochs, divides them by
+    the largest of their class, and shrinks the biased network's gradient by q, which the paper's equations do not have
+    and this does not do. Class frequencies play no part; while both networks are alike all weights are 1/2, which
+    halves the learning rate. Only :func:`mr2_core.training.fit` provides the second network: without images it is
+    cross-entropy.
 
     Parameters
     ----------
@@ -276,8 +275,7 @@ class JTT(Baseline):
         """Return the loss, weighted by ``weights`` [B] of mean 1 over the training set."""
         if weights is None:
             return super().forward(logits, features, labels)
-        loss = (weights * self.each(wide(logits), labels)).mean()
-        return MR2Output(loss, loss, torch.zeros_like(loss))
+        return single((weights * self.each(wide(logits), labels)).mean())
 
 
 # Margins
@@ -411,7 +409,7 @@ class EQL(Baseline):
         return super().each(logits, labels)
 
 
-class VS(Baseline):
+class VS(LogitAdjustment):
     r"""Vector scaling: a factor and a shift for the logit of each class (Kini et al. 2021).
 
     .. math:: \ell(\Delta\odot z + \tau\ln\pi,\; y), \qquad \Delta_k = (n_k/n_{\max})^{\gamma}
@@ -427,15 +425,12 @@ class VS(Baseline):
     """
 
     def __init__(self, num_classes: int, feature_dim: int, *, gamma: float = 0.3, tau: float = 1.0, counts=None):
-        super().__init__(num_classes, feature_dim)
-        check_number("tau", tau, "(-inf, inf)")
-        frequency = frequencies(counts, num_classes)
-        self.register_buffer("factors", temperature_factors(frequency, gamma), persistent=False)
-        self.register_buffer("shift", (tau * frequency.log()).float(), persistent=False)
+        super().__init__(num_classes, feature_dim, tau=tau, counts=counts)
+        self.register_buffer("factors", temperature_factors(counts, num_classes, gamma), persistent=False)
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of scaled and shifted logits."""
-        return super().each(self.factors * logits + self.shift, labels)
+        return super().each(self.factors * logits, labels)
 
 
 class LDT(Baseline):
@@ -455,8 +450,7 @@ class LDT(Baseline):
 
     def __init__(self, num_classes: int, feature_dim: int, *, gamma: float = 0.3, counts=None):
         super().__init__(num_classes, feature_dim)
-        factors = temperature_factors(frequencies(counts, num_classes), gamma)
-        self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("factors", temperature_factors(counts, num_classes, gamma), persistent=False)
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy at the temperature of the true class."""
@@ -759,6 +753,11 @@ class FairDRO(Baseline):
 # What they share
 
 
+def single(loss: Tensor) -> MR2Output:
+    """One loss on the logits, without a representation term."""
+    return MR2Output(loss, loss, torch.zeros_like(loss))
+
+
 def wide(values: Tensor) -> Tensor:
     """Float32 or wider, whatever autocast made."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
@@ -850,7 +849,8 @@ def effective_number_weights(counts: Tensor, beta: float) -> Tensor:
     return (weights / weights.mean()).float()
 
 
-def temperature_factors(frequency: Tensor, gamma: float) -> Tensor:
-    """(π_k/π_max)^γ as float32 [K]."""
+def temperature_factors(counts, num_classes: int, gamma: float) -> Tensor:
+    """(n_k/n_max)^γ as float32 [K]."""
     check_number("gamma", gamma, "[0, inf)")
-    return ((frequency / frequency.max()) ** gamma).float()
+    counts = class_counts(counts, num_classes)
+    return ((counts / counts.max()) ** gamma).float()

@@ -1,22 +1,24 @@
-"""The probe lab: heads on frozen features, solved to their optimum, several runs at once."""
+"""The probe lab: heads on frozen features, solved to their optimum, several at once, or trained with any method."""
 
 import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mr2_core.data import load_features, subset_per_class
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
+from mr2_core.models import Classifier
 from mr2_core.statistics import extremes, kind
-from mr2_core.training import stream
+from mr2_core.training import BatchLoader, Settings, fit, share, stream
 
 HEADS = ("linear", "cosine")
 METHODS = ("erm", "uniform", "mr2", "mr2-weighted", "mr2-placebo")
 VOID = ("label_smoothing", "representation_weight", "representation", "warmup", "decay")
+OF_FEATURES = ("supcon", "supcon-two-stage", "center")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +37,38 @@ class ProbeSettings:
     tolerance: float = 1e-4
 
     def __post_init__(self):
-        trials = self.weight_decay if isinstance(self.weight_decay, list | tuple) else [self.weight_decay]
-        for value in (*trials, self.tolerance):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"weight_decay or tolerance holds {value!r}; expected positive, finite numbers.")
+        _check_trials(self.weight_decay, self.tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedProbeSettings(Settings):
+    """How a head is trained in a study whose model is ``probe-sgd``: as a network is, features being its images.
+
+    Attributes
+    ----------
+    weight_decay : float or tuple of float
+        Several are the trials of a tuning study, as in :class:`ProbeSettings`.
+    """
+
+    weight_decay: float | tuple[float, ...] = 5e-3
+    precision: str = "float32"
+    augment: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_trials(self.weight_decay)
+        if self.augment:
+            raise ValueError(f"augment holds {', '.join(self.augment)}; expected nothing: features are no images.")
+
+
+PROBES = {"probe": ProbeSettings, "probe-sgd": TrainedProbeSettings}
+
+
+def _check_trials(weight_decay, *others) -> None:
+    trials = weight_decay if isinstance(weight_decay, list | tuple) else [weight_decay]
+    for value in (*trials, *others):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"weight_decay or tolerance holds {value!r}; expected positive, finite numbers.")
 
 
 class Probe(NamedTuple):
@@ -280,11 +310,77 @@ def minimise(
     )
 
 
-def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | None]:
-    """Do one run of a study whose ``model`` is ``probe`` and whose ``dataset`` is ``features:<name>``.
+class FeatureLoader(BatchLoader):
+    """Shuffled batches of feature rows [N, D] in place of images; nothing is augmented.
 
-    Training images are ``per_class`` a class, drawn anew for each seed: a convex problem has no other seed. Margins
-    come from their exact statistics. Under a cosine head all features are unit vectors.
+    Parameters
+    ----------
+    features, labels : Tensor
+        [N, D] and int64 [N], on the device to train on.
+    batch_size, seed : int
+        As in :class:`mr2_core.training.BatchLoader`.
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor, *, batch_size: int, seed: int = 0):
+        self.features, self.labels, self.device, self.seed = features, labels, features.device, seed
+        self.batch_size = min(batch_size, len(labels))
+        self.share = share(self.batch_size)
+
+    def epoch(self, epoch: int, start: int = 0, view: int = 0):
+        """Yield the batches of one epoch from batch ``start`` on; all views are alike."""
+        for chosen in self.order(epoch, start):
+            yield self.features[chosen], self.labels[chosen]
+
+    def in_order(self):
+        """Yield every row once, in the order of ``labels``."""
+        return iter(self.features.split(self.batch_size))
+
+
+def train_probe(
+    features: Tensor, labels: Tensor, num_classes: int, method: str, settings: Settings, *, seed: int = 0, **options
+) -> Probe:
+    """Train a linear head on frozen features by the loop that trains networks, with any method that acts on the head.
+
+    :func:`fit_probe` finds an optimum, which methods do not have that draw at random, look at a batch at a time, or
+    change their weights as they go.
+
+    Parameters
+    ----------
+    features, labels : Tensor
+        [M, D] and int64 [M].
+    num_classes : int
+        K.
+    method : str
+        As in :mod:`mr2_core.methods`.
+    settings : Settings
+        Of :func:`mr2_core.training.fit`.
+    seed : int
+        Of the initial head, the order of the rows, and what the method draws.
+    **options
+        Hyperparameters of the method.
+
+    Raises
+    ------
+    ValueError
+        If the method does nothing but move features.
+    """
+    if method in OF_FEATURES:
+        raise ValueError(f"method {method!r} differs from erm in what it does to features, which are frozen here.")
+    torch.manual_seed(stream(seed, "initialisation").initial_seed())
+    model = Classifier(nn.Identity(), nn.Linear(features.shape[1], num_classes))
+    torch.manual_seed(stream(seed, "method").initial_seed())
+    loss = build_method(method, num_classes, features.shape[1], **options)
+    loader = FeatureLoader(features, labels, batch_size=settings.batch_size, seed=seed)
+    history = fit(model, loss, loader, settings, progress=False)
+    return Probe(model.head.weight.detach(), model.head.bias.detach(), len(history) * len(loader))
+
+
+def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | None]:
+    """Do one run of a study whose ``model`` is a probe and whose ``dataset`` is ``features:<name>``.
+
+    Training images are ``per_class`` a class, drawn anew for each seed: a convex problem has no other seed. With the
+    model ``probe``, :func:`fit_probe` takes margins from their exact statistics, and under a cosine head all features
+    are unit vectors; with ``probe-sgd``, :func:`train_probe` trains a linear head with any method.
 
     Parameters
     ----------
@@ -295,13 +391,15 @@ def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | No
     Returns
     -------
     record : dict
-        ``margins``, ``trials`` (weight decay and validation accuracy of each), ``validation_by_class`` of the best,
-        ``train_accuracy``, and unless the study is one of tuning, ``test_by_class``.
+        ``margins`` of ``probe``, ``trials`` (weight decay and validation accuracy of each), ``validation_by_class`` of
+        the best, ``train_accuracy``, and unless the study is one of tuning, ``test_by_class``.
     arrays : dict or None
         ``label`` and ``prediction`` of the test images, sorted by class, which compresses them to a quarter; None when
         tuning, which never reads them.
     """
-    c, settings = configuration, ProbeSettings(**configuration["training"])
+    c, settings = configuration, PROBES[configuration["model"]](**configuration["training"])
+    if c["model"] == "probe-sgd" and c["head"] != "linear":
+        raise ValueError(f"head is {c['head']!r}; the model probe-sgd has a linear one.")
     data = load_features(c["dataset"].removeprefix("features:"))
     num_classes = len(data["class_names"])
     if not isinstance(settings.weight_decay, list | tuple):
@@ -322,15 +420,21 @@ def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | No
     count = c["per_class"]
     chosen = subset_per_class(data["y_train"], count, seed=c["seed"]) if count else slice(None)
     train, validation = part("train", chosen), part("validation")
-    margins, class_weights = exact_margins(c["method"], *train, num_classes, seed=c["seed"], **c["hyperparameters"])
-    probes = [
-        fit_probe(*train, margins, decay, class_weights=class_weights, head=c["head"], tolerance=settings.tolerance)
-        for decay in decays
-    ]
+    method, options = c["method"], {"seed": c["seed"]} | c["hyperparameters"]
+    record = {}
+    if c["model"] == "probe":
+        margins, weights = exact_margins(method, *train, num_classes, **options)
+        record = {"margins": margins.double().round(decimals=4).tolist()}
+        probes = [
+            fit_probe(*train, margins, decay, class_weights=weights, head=c["head"], tolerance=settings.tolerance)
+            for decay in decays
+        ]
+    else:
+        each = [dataclasses.replace(settings, weight_decay=decay) for decay in decays]
+        probes = [train_probe(*train, num_classes, method, one, **options) for one in each]
     reports = [report(probe, *validation) for probe in probes]
     best = max(range(len(decays)), key=lambda i: reports[i].accuracy)
-    record = {
-        "margins": margins.double().round(decimals=4).tolist(),
+    record |= {
         "trials": [
             {"weight_decay": decay, "validation_accuracy": r.accuracy} for decay, r in zip(decays, reports, strict=True)
         ],

@@ -29,7 +29,7 @@ from mr2_core.loaders import FolderLoader
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
 from mr2_core.models import build_model
-from mr2_core.probe import ProbeSettings, run_probe
+from mr2_core.probe import PROBES, run_probe
 from mr2_core.statistics import squared_norm
 from mr2_core.training import (
     BatchLoader,
@@ -94,8 +94,10 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
         else at the repository's ``data``), ``size`` (a side in pixels: the images are those of an image set such as
         ``imagenet`` or ``folder``, see ``mr2_core.image_sets.load_image_set``, read from disk as they are needed
         and brought to this size), ``per_class``, ``head``, a table ``training`` of
-        :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), and a table ``arms``
-        with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs.
+        :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), a table ``arms``
+        with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs, and
+        a table ``reused``: the file of another ``study`` beside this one and those of its ``arms`` that are arms of
+        this one too. Their runs are the other study's own, under its name.
     results : path
         The folder under which ``<study>/<arm>/seed<k>.json`` are kept.
 
@@ -106,20 +108,20 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     """
     study = _toml(path)
     needed = ("name", "kind", "dataset", "model", "seeds", "arms")
-    known = (*needed, "title", "root", "size", "per_class", "head", "training", "endpoints")
+    known = (*needed, "title", "root", "size", "per_class", "head", "training", "endpoints", "reused")
     if missing := [key for key in needed if key not in study]:
         raise ValueError(f"{path} lacks {', '.join(missing)}.")
     if unknown := [key for key in study if key not in known]:
         raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; expected only {', '.join(known)}.")
     if study["kind"] not in KINDS:
         raise ValueError(f"{path}: kind is {study['kind']!r}; expected one of {', '.join(KINDS)}.")
-    runs = []
+    runs = _reused(study, Path(path), results) if "reused" in study else []
     for seed in study["seeds"]:
         for arm, hyperparameters in study["arms"].items():
             hyperparameters = dict(hyperparameters)
             method, training = hyperparameters.pop("method"), hyperparameters.pop("training", {})
             try:
-                kind = ProbeSettings if study["model"] == "probe" else Settings
+                kind = PROBES.get(study["model"], Settings)
                 settings = kind(**(study.get("training", {}) | training))
                 counts = hyperparameters.get("counts")
                 build_method(method, len(counts) if isinstance(counts, list) else 2, 1, **hyperparameters)
@@ -144,6 +146,20 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
     return runs
 
 
+def _reused(study: dict, path: Path, results) -> list[Run]:
+    """Runs of another study, which must have been made as this study's own are."""
+    other, arms = path.with_name(study["reused"]["study"]), study["reused"]["arms"]
+    theirs = _toml(other)
+    if unknown := [arm for arm in arms if arm not in theirs["arms"] or arm in study["arms"]]:
+        raise ValueError(f"{path} reuses {', '.join(unknown)}; expected arms of {other} with names of their own.")
+    for key in ("kind", "dataset", "root", "per_class", "model", "head"):
+        if study.get(key) != theirs.get(key):
+            raise ValueError(f"{path}: {key} is {study.get(key)!r}, but {theirs.get(key)!r} in {other} that it reuses.")
+    if unknown := set(study["seeds"]) - set(theirs["seeds"]):
+        raise ValueError(f"{path} has seeds {sorted(unknown)}, which {other} that it reuses has not.")
+    return [run for run in read_study(other, results) if run.arm in arms and run.seed in study["seeds"]]
+
+
 def read_endpoints(path: str | os.PathLike) -> dict:
     """What a study committed itself to before it ran.
 
@@ -159,13 +175,12 @@ def read_endpoints(path: str | os.PathLike) -> dict:
         If a reference is no arm, the margin no positive number, or another key is there.
     """
     study = _toml(path)
-    endpoints = {"references": list(study["arms"])[:1], "easy_margin": 1.0} | study.get("endpoints", {})
+    arms = [*study.get("reused", {"arms": []})["arms"], *study["arms"]]
+    endpoints = {"references": arms[:1], "easy_margin": 1.0} | study.get("endpoints", {})
     if unknown := set(endpoints) - {"references", "easy_margin"}:
         raise ValueError(f"{path}: endpoints has unknown keys {', '.join(sorted(unknown))}.")
-    if unknown := set(endpoints["references"]) - set(study["arms"]):
-        raise ValueError(
-            f"{path}: endpoints names {', '.join(sorted(unknown))}; the arms are {', '.join(study['arms'])}."
-        )
+    if unknown := set(endpoints["references"]) - set(arms):
+        raise ValueError(f"{path}: endpoints names {', '.join(sorted(unknown))}; the arms are {', '.join(arms)}.")
     if not endpoints["easy_margin"] > 0:
         raise ValueError(f"{path}: easy_margin is {endpoints['easy_margin']!r}; expected a positive number of points.")
     return endpoints
@@ -266,7 +281,7 @@ def execute(run: Run, *, device: str = "cpu", workers: int = 4, progress: bool =
         After SIGINT, SIGTERM or an alarm; the same call goes on from there.
     """
     c, started, first = run.configuration, time.time(), world()[0] == 0
-    if c["model"] == "probe":
+    if c["model"] in PROBES:
         if not first:
             return None
         parts, arrays = run_probe(c, device)

@@ -11,8 +11,19 @@ from torch.nn import functional as F
 
 from mr2_core import class_margins, margin_cross_entropy
 from mr2_core.__main__ import main
+from mr2_core.data import subset_per_class
+from mr2_core.methods import METHODS
 from mr2_core.models import CosineHead
-from mr2_core.probe import ProbeSettings, exact_margins, fit_probe, minimise, run_probe
+from mr2_core.probe import (
+    OF_FEATURES,
+    ProbeSettings,
+    TrainedProbeSettings,
+    exact_margins,
+    fit_probe,
+    minimise,
+    run_probe,
+    train_probe,
+)
 from mr2_core.studies import execute, read_study
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -305,6 +316,37 @@ def test_what_is_not_solved_is_not_returned():
         fit_probe(features, labels, torch.ones(K), 1e-3, max_iterations=3, **EXACT)
 
 
+NEEDED = {"jtt": {"first_epochs": 2, "upweight": 3.0}}
+
+
+def test_erm_trained_by_steps_comes_to_the_optimum():
+    features, labels = sample(dtype=torch.float32)
+    features = (features - features.mean(dim=0)) / features.std(dim=0)
+    settings = TrainedProbeSettings(epochs=200, batch_size=M, learning_rate=1.0, weight_decay=0.05)
+    trained = train_probe(features, labels, K, "erm", settings)
+    assert trained.iterations == 200
+    weight, bias = (part.clone().requires_grad_() for part in (trained.weight, trained.bias))
+    F.cross_entropy(features @ weight.T + bias, labels).backward()
+    for part in (weight, bias):  # the loop's weight decay falls on the bias too
+        torch.testing.assert_close(part.grad, -0.05 * part, rtol=0, atol=1e-4)
+    again, other = (train_probe(features, labels, K, "erm", settings, seed=seed) for seed in (0, 1))
+    assert torch.equal(trained.weight, again.weight)
+    assert not torch.equal(trained.weight, other.weight)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_that_acts_on_the_head_trains_one(method):
+    features, labels = sample(size=200, dtype=torch.float32)
+    settings = TrainedProbeSettings(epochs=20, batch_size=50, learning_rate=0.3)
+    options = NEEDED.get(method, {})
+    if method in OF_FEATURES:
+        with pytest.raises(ValueError, match=f"^method '{method}' differs from erm in what it does to features"):
+            train_probe(features, labels, K, method, settings, **options)
+        return
+    probe = train_probe(features, labels, K, method, settings, **options)
+    assert (probe.predict(features) == labels).float().mean() > 2 / K
+
+
 STUDY = """
 name = "tiny"
 kind = "{kind}"
@@ -360,8 +402,6 @@ class TestStudy:
         run = read_study(study(head=head), tmp_path)[3]
         assert (run.arm, run.seed) == ("placebo", 1)
         record = execute(run)
-        from mr2_core.data import subset_per_class
-
         chosen = subset_per_class(made["y_train"], 12, seed=1)
         labels = torch.from_numpy(made["y_train"][chosen]).long()
         features, test = (torch.from_numpy(made[name]) for name in ("x_train", "x_test"))
@@ -377,6 +417,25 @@ class TestStudy:
             assert (np.diff(arrays["label"].astype(int)) >= 0).all()
             order = np.argsort(made["y_test"], kind="stable")
             assert arrays["prediction"].tolist() == prediction[order].tolist()
+
+    def test_a_trained_probe_is_what_train_probe_gives(self, made, study, tmp_path):
+        path = study(decay="[0.001, 10.0]", kind="tuning")
+        text = path.read_text().replace('"probe"', '"probe-sgd"').replace('"mr2-placebo"', '"fair-dro"')
+        path.write_text(text + "\nradius = 0.2\n")
+        tuning, other = read_study(path, tmp_path)[2:]
+        assert tuning.configuration["training"]["precision"] == "float32"
+        assert len(execute(tuning)["trials"]) == 2
+        record = execute(other)
+        chosen = subset_per_class(made["y_train"], 12, seed=1)
+        parts = torch.from_numpy(made["x_train"][chosen]), torch.from_numpy(made["y_train"][chosen]).long()
+        settings = TrainedProbeSettings(weight_decay=0.01)
+        probe = train_probe(*parts, K, "fair-dro", settings, seed=1, radius=0.2)
+        prediction = probe.predict(torch.from_numpy(made["x_validation"])).numpy()
+        by_class = [(prediction == k)[made["y_validation"] == k].mean() for k in range(K)]
+        np.testing.assert_allclose(record["validation_by_class"], by_class, atol=1e-6)
+        path.write_text(text.replace('"linear"', '"cosine"'))
+        with pytest.raises(ValueError, match="head is 'cosine'; the model probe-sgd has a linear one"):
+            execute(read_study(path, tmp_path)[0])
 
     def test_it_runs_and_reports_by_the_command_line(self, made, study, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("os.cpu_count", lambda: 1)  # so small a problem is quicker on one thread
@@ -394,6 +453,10 @@ class TestStudy:
             read_study(study(decay="-1.0"), tmp_path)
         with pytest.raises(ValueError, match="holds True"):
             ProbeSettings(weight_decay=True)
+        with pytest.raises(ValueError, match="holds -1; expected positive"):
+            TrainedProbeSettings(weight_decay=[0.1, -1])
+        with pytest.raises(ValueError, match="augment holds flip; expected nothing"):
+            TrainedProbeSettings(augment=("flip",))
 
 
 @pytest.mark.parametrize("name", ["compact", "compact-cosine", "lite0", "lite0-cosine"])
@@ -410,6 +473,24 @@ def test_the_recorded_study_uses_what_its_tuning_chose(name):
     assert {run.arm for run in study} == set(chosen)
     for run in study:
         assert run.configuration["training"]["weight_decay"] == chosen[run.arm]
+        assert run.record, f"{run.arm} seed {run.seed} has not been run"
+
+
+def test_the_recorded_baselines_use_what_their_tuning_chose():
+    results = ROOT / "data" / "results"
+    tuning, study = (
+        read_study(ROOT / "studies" / f"cifar100-baselines-probe{part}.toml", results) for part in ("-tuning", "")
+    )
+    trials = {}
+    for run in tuning:
+        method, own = run.configuration["method"], run.configuration["hyperparameters"]
+        trials.setdefault(method, []).extend((own, trial) for trial in run.record["trials"])
+    assert {run.arm for run in study} == set(trials)
+    for run in study:
+        assert len(trials[run.arm]) == 8
+        own, best = max(trials[run.arm], key=lambda trial: trial[1]["validation_accuracy"])
+        assert run.configuration["hyperparameters"] == own
+        assert run.configuration["training"]["weight_decay"] == best["weight_decay"]
         assert run.record, f"{run.arm} seed {run.seed} has not been run"
 
 

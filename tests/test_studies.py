@@ -271,6 +271,40 @@ def test_endpoints(study, tmp_path):
             read_endpoints(study(text=text.replace(old, new)))
 
 
+def test_a_study_can_reuse_arms_of_another(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # so small a problem is quicker on one thread
+    results = tmp_path / "results"
+    first = study()
+    own = (
+        STUDY.replace("tiny", "second").replace("arms.erm", "arms.smooth").replace('method = "erm"', 'method = "focal"')
+    )
+    own = own.replace("arms.mr2", "arms.mr2-again").format(kind="descriptive").replace("seeds = [0, 1]", "seeds = [1]")
+    second = tmp_path / "second.toml"
+    second.write_text(own + '[reused]\nstudy = "tiny.toml"\narms = ["erm"]\n')
+    runs = read_study(second, results)
+    assert [(run.study, run.arm, run.seed) for run in runs] == [
+        ("tiny", "erm", 1),
+        ("second", "smooth", 1),
+        ("second", "mr2-again", 1),
+    ]
+    assert runs[0] == read_study(first, results)[2]
+    assert read_endpoints(second)["references"] == ["erm"]
+    assert main(["run", str(second), "--results", str(results)]) == 0
+    assert read_study(first, results)[2].record, "a reused run is a run of its own study"
+    assert main(["report", str(second), "--results", str(results)]) == 0
+    assert "3 of 3 runs are done; thirds by all; Δ against erm" in capsys.readouterr().out
+
+    for old, new, sentence in (
+        ('arms = ["erm"]', 'arms = ["irm"]', "reuses irm; expected arms of"),
+        ("arms.smooth", "arms.erm", "reuses erm; expected arms of .* with names of their own"),
+        ("per_class = 20", "per_class = 10", "per_class is 10, but 20 in"),
+        ("seeds = [1]", "seeds = [1, 2]", r"has seeds \[2\], which"),
+    ):
+        second.write_text((own + '[reused]\nstudy = "tiny.toml"\narms = ["erm"]\n').replace(old, new))
+        with pytest.raises(ValueError, match=sentence):
+            read_study(second, results)
+
+
 def test_a_study_of_ones_own_arrays(study, tmp_path, monkeypatch):
     digits = load_dataset("digits")
     np.savez(tmp_path / "own.npz", **{k: v for k, v in digits._asdict().items() if k != "class_names"})

@@ -152,7 +152,7 @@ def _reused(study: dict, path: Path, results) -> list[Run]:
     theirs = _toml(other)
     if unknown := [arm for arm in arms if arm not in theirs["arms"] or arm in study["arms"]]:
         raise ValueError(f"{path} reuses {', '.join(unknown)}; expected arms of {other} with names of their own.")
-    for key in ("kind", "dataset", "root", "per_class", "model", "head"):
+    for key in ("kind", "dataset", "root", "size", "per_class", "model", "head"):
         if study.get(key) != theirs.get(key):
             raise ValueError(f"{path}: {key} is {study.get(key)!r}, but {theirs.get(key)!r} in {other} that it reuses.")
     if unknown := set(study["seeds"]) - set(theirs["seeds"]):

@@ -542,9 +542,11 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     DataFrame
         By arm: ``seeds``, accuracies in per cent (``overall`` … ``hard``), and for each level ``Δ level``, the paired
         difference in points, with ``low`` and ``high`` of its 95 % interval (:func:`interval`) and ``p``, adjusted by
-        Holm over the arms of the study (the intervals are not adjusted). Once all runs are done, ``hard gains`` and
-        ``easy kept`` say whether the gain of the hard third has p < 0.05, and whether the interval of the easy third
-        stays above ``-easy_margin``; looking earlier would be looking often. Tuning runs have differences only.
+        Holm over the arms of the study, each level and each reference by itself (the intervals are not adjusted). Once
+        all runs of a confirmatory study are done, ``hard gains`` and ``easy kept`` say whether the gain of the hard
+        third has p < 0.05, and whether the interval of the easy third stays above ``-easy_margin``; looking earlier
+        would be looking often, and a descriptive study claims nothing. With several references an arm succeeds where
+        it has both against each of them. Tuning runs have differences only.
     """
     done = {(run.arm, run.seed): run for run in runs if run.record}
     if not any(arm == reference for arm, _ in done):
@@ -553,7 +555,8 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     if not arms:
         raise ValueError(f"ranking is {ranking!r}; expected 'all' or an arm with runs that are done.")
     order = validation_ranking([[run.record for (a, _), run in done.items() if a == arm] for arm in arms])
-    tuning = next(iter(done.values())).configuration["kind"] == "tuning"
+    kind = next(iter(done.values())).configuration["kind"]
+    tuning = kind == "tuning"
     key = "validation_by_class" if tuning else "test_by_class"
     rows = {}
     for arm in dict.fromkeys(run.arm for run in runs):
@@ -577,7 +580,7 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     if "p hard" in frame:
         for level in LEVELS:
             frame[f"p {level}"] = holm(frame[f"p {level}"], count=len({run.arm for run in runs}) - 1)
-        if len(done) == len(runs):
+        if kind == "confirmatory" and len(done) == len(runs):
             compared = frame["Δ hard"].notna()
             frame["hard gains"] = ((frame["p hard"] < 0.05) & (frame["Δ hard"] > 0)).where(compared)
             frame["easy kept"] = (frame["low easy"] > -easy_margin).where(compared)
@@ -590,7 +593,12 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
     Seeds and images are crossed, so the variance of the mean is estimated by
     :math:`\hat V_{seeds} + \hat V_{images} - \hat V_{residual}` (each of the first two holds the residual once), images
     being drawn within their class. The quantile is Student's t with one degree of freedom less than there are seeds:
-    with five seeds the percentiles of a bootstrap would be a third too narrow.
+    with five seeds the percentiles of a bootstrap would be a third too narrow. Where most of the variance is of images
+    the interval is wider than it need be.
+
+    The ranking is taken as given. What seeds share, they do not vary: if each draws the share f of one pool of
+    training images, the interval is about draws from this pool; about other pools, the variance that comes from the
+    draw must be multiplied by 1 + S f / (1 - f).
 
     Parameters
     ----------
@@ -643,7 +651,10 @@ def holm(p: pd.Series, count: int) -> pd.Series:
 
 
 def readable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table as people read it: accuracies, then each difference with its interval in one cell."""
+    """The table as people read it: accuracies, then each difference with its interval in one cell.
+
+    The p-value and what it decides appear together, once the study may claim something.
+    """
     cells = {"seeds": frame["seeds"].astype(str)} | {level: frame[level].map("{:.1f}".format) for level in LEVELS}
     for level in LEVELS if "Δ hard" in frame else ():
         cells[f"Δ {level}"] = [
@@ -654,7 +665,7 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
             else f"{row[f'Δ {level}']:+.1f} [{row[f'low {level}']:+.1f}, {row[f'high {level}']:+.1f}]"
             for _, row in frame.iterrows()
         ]
-    if "p hard" in frame:
+    if "hard gains" in frame:
         cells["p hard (Holm)"] = frame["p hard"].map(lambda p: "" if np.isnan(p) else f"{p:.3f}")
     for name in ("hard gains", "easy kept"):
         if name in frame:

@@ -1,5 +1,6 @@
 """Studies: what a run is, that nothing finished is lost, and the arithmetic of the tables."""
 
+import dataclasses
 import json
 import multiprocessing
 import shutil
@@ -485,10 +486,20 @@ class TestTable:
         assert "hard gains" in some, "all that was planned is done"
         runs[-1].result.unlink()
         assert "hard gains" not in table(runs, reference="a"), "claims wait for the last run"
+        assert "p hard (Holm)" not in readable(table(runs, reference="a")), "and so does the p-value"
         shown = readable(frame)
         assert shown.loc["a", ["Δ hard", "p hard (Holm)", "hard gains"]].tolist() == ["", "", ""]
         low, high = frame.loc["b", ["low hard", "high hard"]]
         assert shown.loc["b", "Δ hard"] == f"{frame.loc['b', 'Δ hard']:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+    def test_a_descriptive_study_claims_nothing(self, runs):
+        described = [dataclasses.replace(run, configuration={"kind": "descriptive"}) for run in runs]
+        for run, other in zip(runs, described, strict=True):
+            run.result.write_text(json.dumps(run.record | {"identity": other.identity}))
+        frame = table(described, reference="a")
+        assert frame.loc["b", "low hard"] > 0
+        assert "hard gains" not in frame
+        assert "p hard (Holm)" not in readable(frame)
 
     def test_ranking_weighs_arms_and_not_runs(self, runs):
         for run in runs:

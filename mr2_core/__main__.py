@@ -87,6 +87,7 @@ def do_report(options) -> int:
             continue
         print(
             f"{frame['seeds'].sum()} of {len(runs)} runs are done; thirds by {options.ranking}; Δ against {reference}\n"
+            "Accuracy in per cent; Δ in points, paired by seed, in brackets the 95 % interval of one comparison\n"
         )
         shown = readable(frame)
         print(

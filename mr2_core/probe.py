@@ -351,7 +351,7 @@ def train_probe(
     num_classes : int
         K.
     method : str
-        As in :mod:`mr2_core.methods`.
+        As in ``mr2_core.methods``.
     settings : Settings
         Of :func:`mr2_core.training.fit`.
     seed : int

@@ -662,7 +662,7 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
             if np.isnan(row[f"Δ {level}"])
             else f"{row[f'Δ {level}']:+.1f}"
             if np.isnan(row.get(f"low {level}", np.nan))
-            else f"{row[f'Δ {level}']:+.1f} [{row[f'low {level}']:+.1f}, {row[f'high {level}']:+.1f}]"
+            else f"{row[f'Δ {level}']:+.1f} [{row[f'low {level}']:+.1f},\u00a0{row[f'high {level}']:+.1f}]"
             for _, row in frame.iterrows()
         ]
     if "hard gains" in frame:

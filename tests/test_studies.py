@@ -490,7 +490,7 @@ class TestTable:
         shown = readable(frame)
         assert shown.loc["a", ["Δ hard", "p hard (Holm)", "hard gains"]].tolist() == ["", "", ""]
         low, high = frame.loc["b", ["low hard", "high hard"]]
-        assert shown.loc["b", "Δ hard"] == f"{frame.loc['b', 'Δ hard']:+.1f} [{low:+.1f}, {high:+.1f}]"
+        assert shown.loc["b", "Δ hard"] == f"{frame.loc['b', 'Δ hard']:+.1f} [{low:+.1f},\u00a0{high:+.1f}]"
 
     def test_a_descriptive_study_claims_nothing(self, runs):
         described = [dataclasses.replace(run, configuration={"kind": "descriptive"}) for run in runs]

@@ -1,5 +1,6 @@
 """Every notebook runs from its first cell to its last, solutions included, in the smoke profile."""
 
+import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ def executed(request):
 
     def execute(path):
         notebook, where = nbformat.read(path, as_version=4), {"metadata": {"path": str(FOLDER)}}
-        return NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute(env=environment)
+        client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where)
+        return asyncio.run(client.async_execute(env=environment))  # closes the loop that its thread needs
 
     chosen = [item.callspec.params["path"] for item in request.session.items if "executed" in item.fixturenames]
     pool = ThreadPoolExecutor(2)

@@ -87,7 +87,7 @@ class ClassReport(ClassAccuracies):
     labels, predictions : integer arrays, lists or tensors [N]
         True and predicted class of each image, 0 to K - 1.
     num_classes : int
-        K.
+        The number of classes, K.
 
     Attributes
     ----------

@@ -209,7 +209,7 @@ def build_model(name: str, num_classes: int, *, head: str = "linear") -> Classif
     name : str
         One of ``BACKBONES``.
     num_classes : int
-        K.
+        The number of classes, K.
     head : {"linear", "cosine"}
         An affine head, or :class:`CosineHead`.
 

@@ -107,7 +107,7 @@ def exact_margins(
     features, labels : Tensor
         [M, D] and [M]: what the head will be trained on.
     num_classes : int
-        K.
+        The number of classes, K.
     seed : int
         Of the placebo's permutation.
     **hyperparameters
@@ -349,7 +349,7 @@ def train_probe(
     features, labels : Tensor
         [M, D] and int64 [M].
     num_classes : int
-        K.
+        The number of classes, K.
     method : str
         As in ``mr2_core.methods``.
     settings : Settings

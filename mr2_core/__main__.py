@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report.add_argument("--reference", action="append", help="compare with this arm (default: the study's endpoints)")
     report.add_argument(
-        "--ranking", default="all", help="whose validation accuracy makes the thirds (default: all arms)"
+        "--ranking", default="all", help="whose validation accuracy makes the thirds, as erm+mr2 (default: all arms)"
     )
     report.add_argument("--format", choices=("text", "markdown", "latex", "csv"), default="text")
     commands.add_parser("list", help="list methods and models")
@@ -77,7 +77,7 @@ def do_run(options) -> int:
 
 def do_report(options) -> int:
     """Print a table for each reference arm; as CSV with every number, else as people read it."""
-    from mr2_core.studies import read_endpoints, read_study, readable, table
+    from mr2_core.studies import joint, read_endpoints, read_study, readable, table
 
     runs, endpoints = read_study(options.study, options.results), read_endpoints(options.study)
     for reference in options.reference or endpoints["references"]:
@@ -94,6 +94,16 @@ def do_report(options) -> int:
             {"text": shown.to_string, "markdown": shown.to_markdown, "latex": shown.to_latex}[options.format](),
             end="\n\n",
         )
+    claims = runs[0].configuration["kind"] == "confirmatory" and all(run.record for run in runs)
+    if claims and not options.reference and options.format != "csv":
+        whole = joint(runs, **endpoints, ranking=options.ranking)
+        whole = whole.assign(succeeds=whole.pop("succeeds").map({True: "yes", False: "no"}))
+        print(
+            f"All endpoints at once: hard third above {' and '.join(endpoints['references'])}, easy third kept\n"
+            "p is the larger of both, each the largest over the references, after Holm over the arms\n"
+        )
+        shown = whole.map(lambda value: value if isinstance(value, str) else f"{value:.3f}")
+        print({"text": shown.to_string, "markdown": shown.to_markdown, "latex": shown.to_latex}[options.format]())
     return 0
 
 

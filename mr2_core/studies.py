@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -533,7 +534,8 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
     reference : str
         The arm to subtract.
     ranking : str
-        ``all``: by validation accuracy averaged over all arms; or an arm's name: by that arm's alone. Never by test.
+        ``all``: by validation accuracy averaged over all arms; or the names of some, joined by ``+``: by theirs alone.
+        Never by test.
     easy_margin : float
         How many points of the easy third count as kept.
 
@@ -548,13 +550,9 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
         would be looking often, and a descriptive study claims nothing. With several references an arm succeeds where
         it has both against each of them. Tuning runs have differences only.
     """
-    done = {(run.arm, run.seed): run for run in runs if run.record}
+    done, order = _done_and_ranking(runs, ranking)
     if not any(arm == reference for arm, _ in done):
         raise ValueError(f"no run of the reference arm {reference!r} is done; done are {sorted({a for a, _ in done})}.")
-    arms = [arm for arm in dict.fromkeys(arm for arm, _ in done) if ranking in ("all", arm)]
-    if not arms:
-        raise ValueError(f"ranking is {ranking!r}; expected 'all' or an arm with runs that are done.")
-    order = validation_ranking([[run.record for (a, _), run in done.items() if a == arm] for arm in arms])
     kind = next(iter(done.values())).configuration["kind"]
     tuning = kind == "tuning"
     key = "validation_by_class" if tuning else "test_by_class"
@@ -584,6 +582,64 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
             compared = frame["Δ hard"].notna()
             frame["hard gains"] = ((frame["p hard"] < 0.05) & (frame["Δ hard"] > 0)).where(compared)
             frame["easy kept"] = (frame["low easy"] > -easy_margin).where(compared)
+    return frame
+
+
+def _done_and_ranking(runs: list[Run], ranking: str) -> tuple[dict, np.ndarray]:
+    done = {(run.arm, run.seed): run for run in runs if run.record}
+    known = list(dict.fromkeys(arm for arm, _ in done))
+    arms = known if ranking == "all" else ranking.split("+")
+    if not known or set(arms) - set(known):
+        raise ValueError(f"ranking is {ranking!r}; expected 'all' or arms with runs that are done, such as 'erm+mr2'.")
+    return done, validation_ranking([[run.record for (a, _), run in done.items() if a == arm] for arm in arms])
+
+
+def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_margin: float = 1.0) -> pd.DataFrame:
+    """What an arm must show for a success, as one hypothesis: every endpoint against every reference.
+
+    Success is that the hard third gains over each reference and that against each of them the easy third does not lose
+    ``easy_margin`` points. It is shown where all of these are, so the p-value of the whole is the largest of theirs
+    (an intersection-union test, Berger 1982), and Holm's correction of it over the arms holds the probability of any
+    false success. The verdicts of :func:`table` are looser: they correct the gains for the arms, but each reference by
+    itself, and do not correct the easy third.
+
+    Parameters
+    ----------
+    runs : list of Run
+        Of one study, all of them done.
+    references : list of str
+        The arms to subtract.
+    ranking, easy_margin
+        As for :func:`table`.
+
+    Returns
+    -------
+    DataFrame
+        By arm, the references left out: ``p hard`` and ``p easy``, the largest over the references, each two-sided as
+        in :func:`table`, 1 where the difference has the wrong sign, and missing where it never varies; ``p``, the
+        larger of both after Holm; and ``succeeds``, whether it is below 0.05.
+
+    Raises
+    ------
+    ValueError
+        If a run is missing.
+    """
+    done, order = _done_and_ranking(runs, ranking)
+    if missing := len(runs) - len(done):
+        raise ValueError(f"{missing} of {len(runs)} runs are not done; a success is judged once all of them are.")
+    seeds = sorted({run.seed for run in runs})
+    right = {arm: np.stack([correct(done[arm, seed]).astype(float) for seed in seeds]) for arm, _ in done}
+    rows = {}
+    for arm in (arm for arm in right if arm not in references):
+        p = {"hard": 0.0, "easy": 0.0}
+        for reference, (level, shift) in itertools.product(references, (("hard", 0), ("easy", easy_margin / 100))):
+            at = LEVELS.index(level)
+            low, high, two_sided = interval(right[arm] - right[reference] + shift, labels_of(runs[0]), order)
+            p[level] = np.maximum(p[level], two_sided[at] if low[at] + high[at] > 0 else 1.0)
+        rows[arm] = {f"p {level}": value for level, value in p.items()}
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    frame["p"] = holm(frame.max(axis=1, skipna=False), count=len(frame))
+    frame["succeeds"] = frame["p"] < 0.05
     return frame
 
 

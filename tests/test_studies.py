@@ -22,9 +22,12 @@ from mr2_core.__main__ import duration, main, shard
 from mr2_core.data import load_dataset
 from mr2_core.studies import (
     Run,
+    correct,
     execute,
     holm,
     interval,
+    joint,
+    labels_of,
     levels,
     read_endpoints,
     read_study,
@@ -521,6 +524,58 @@ class TestTable:
         assert reversed_frame.loc["b", "Δ easy"] > 5 > reversed_frame.loc["b", "Δ hard"]
         with pytest.raises(ValueError, match="ranking is 'c'"):
             table(runs, reference="a", ranking="c")
+
+    def test_a_success_is_every_endpoint_against_every_reference(self, runs):
+        """Arm c gains as much as b on the hard third, and loses twice the margin on the easy one."""
+        generator, label = np.random.default_rng(2), labels_of(runs[0])
+
+        def write(run, right):
+            np.savez(run.result.with_suffix(".npz"), prediction=np.where(right, label, (label + 1) % 6), label=label)
+
+        for run in [run for run in runs if run.arm == "b"]:
+            write(run, correct(run) ^ ((label < 2) & (generator.random(len(label)) < 0.005)))
+            other = dataclasses.replace(run, arm="c", result=run.result.parent.parent / "c" / run.result.name)
+            other.result.parent.mkdir(exist_ok=True)
+            other.result.write_text(json.dumps(run.record))
+            write(other, correct(run) & ~((label < 2) & (generator.random(len(label)) < 0.04)))
+            runs.append(other)
+        frame = joint(runs, references=["a"], easy_margin=2.0)
+        assert frame["succeeds"].to_dict() == {"b": True, "c": False}
+        order = np.arange(6)
+        scores = {arm: np.stack([correct(run).astype(float) for run in runs if run.arm == arm]) for arm in "abc"}
+        gain = scores["b"] - scores["a"]
+        p = max(interval(gain, label, order)[2][3], interval(gain + 0.02, label, order)[2][1])
+        assert frame.loc["b", "p"] == pytest.approx(2 * p), "two arms might succeed"
+        assert frame.loc["c", ["p easy", "p"]].tolist() == [1, 1]
+        assert frame.loc["c", "p hard"] == frame.loc["b", "p hard"]
+        # A reference that is as good as b leaves it nothing to gain.
+        assert joint(runs, references=["a", "c"], easy_margin=2.0).loc["b", ["p hard", "p"]].tolist() == [1, 1]
+        kept = joint(runs, references=["a"], easy_margin=8.0).loc["c", "p easy"]
+        shifted = interval(scores["c"] - scores["a"] + 0.08, label, order)
+        assert kept == pytest.approx(shifted[2][1])
+        assert kept < 0.05
+        runs[0].result.unlink()
+        with pytest.raises(ValueError, match="1 of 12 runs are not done; a success is judged once"):
+            joint(runs, references=["a"])
+
+    def test_report_ends_with_all_endpoints_at_once(self, runs, capsys, monkeypatch):
+        monkeypatch.setattr(studies, "read_study", lambda *_: runs)
+        monkeypatch.setattr(studies, "read_endpoints", lambda _: {"references": ["a"], "easy_margin": 1.0})
+        assert main(["report", "s.toml"]) == 0
+        assert "All endpoints at once: hard third above a, easy third kept" in capsys.readouterr().out
+        assert main(["report", "s.toml", "--reference", "b"]) == 0
+        assert "at once" not in capsys.readouterr().out, "the plan names other references"
+        runs[0].result.unlink()
+        assert main(["report", "s.toml"]) == 0
+        assert "at once" not in capsys.readouterr().out, "claims wait for the last run"
+
+    def test_a_ranking_of_several_arms(self, runs):
+        for run in runs:
+            if run.arm == "a":
+                run.result.write_text(json.dumps(run.record | {"validation_by_class": [0.5, 0.9, 0.7, 0.6, 0.3, 0.1]}))
+        both = table(runs, reference="a", ranking="a+b")
+        assert both.equals(table(runs, reference="a"))
+        assert not both.equals(table(runs, reference="a", ranking="a"))
 
     def test_unknown_reference(self, runs):
         with pytest.raises(ValueError, match="no run of the reference arm 'c' is done; done are"):

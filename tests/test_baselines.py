@@ -477,6 +477,11 @@ class Pair(torch.nn.Module):
         return logits, logits
 
 
+def test_relative_difficulty_by_hand():
+    own, biased = torch.tensor([1.0, 0.0, 3.0, 0.0]), torch.tensor([3.0, 2.0, 0.0, 0.0])
+    assert baselines.relative_difficulty(own, biased).tolist() == [0.75, 1, 0, 0]
+
+
 def test_generalised_cross_entropy_between_its_limits():
     each = torch.linspace(0, 6, 20, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(baselines.generalised_cross_entropy(each, 1e-9), each, rtol=1e-6, atol=0)

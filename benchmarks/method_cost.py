@@ -8,8 +8,13 @@ forward, backward and through the optimiser. What happens once an epoch or once 
 the training set each epoch, and the first stages of JTT and of two-stage SupCon have epochs of ERM and of SupCon.
 
 Memory is what a step holds at its peak: on a GPU as the allocator counts it; elsewhere parameters, gradients, buffers
-and the optimiser's state, and what the backward pass needs of the forward pass. Ends with one line of JSON, ``name``,
-``ratios`` by method, ``bars``, of which there are none, and ``ok``.
+and the optimiser's state, and what the backward pass needs of the forward pass. Ends with one line of JSON: ``name``,
+``ratios`` by method, ``bars``, of which there are none, ``ok``, ``erm``, what the ratios are of, ``options`` and
+``made_with``. The book shows the line that
+
+    python benchmarks/method_cost.py | tail -n 1 > data/method_cost.json
+
+has written.
 """
 
 import argparse
@@ -23,6 +28,7 @@ from loss_speed import DEVICE, seconds
 
 from mr2_core.methods import METHODS, build_method
 from mr2_core.models import build_model
+from mr2_core.studies import provenance
 from mr2_core.training import BatchLoader, Settings, autocast, make_optimizer, plain_batches
 
 NEEDED = {"jtt": {"first_epochs": 1, "upweight": 5.0}, "supcon-two-stage": {"first_epochs": 1}}
@@ -119,7 +125,17 @@ def main() -> None:
         name: {"time": round(ratio, 3), "memory": round(memory[name] / memory["erm"], 3)}
         for name, ratio in ratios.items()
     }
-    print(json.dumps({"name": "method_cost", "ratios": pairs, "bars": {}, "ok": True}))
+    erm = {"milliseconds": 1e3 * statistics.median(times["erm"]), "mebibytes": memory["erm"] / 2**20}
+    found = {
+        "name": "method_cost",
+        "ratios": pairs,
+        "bars": {},
+        "ok": True,
+        "erm": {unit: round(value, 1) for unit, value in erm.items()},
+        "options": vars(options),
+        "made_with": provenance(DEVICE.type),
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

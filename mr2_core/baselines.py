@@ -282,7 +282,7 @@ class JTT(Baseline):
 
 
 class LDAM(Baseline):
-    r"""Label-distribution-aware margins: rare classes must win by more (Cao et al. 2019).
+    r"""Label-distribution-aware margins: rare classes must win by more (Cao et al. 2019, equations 12 and 13).
 
     .. math:: -\ln\frac{e^{s(z_y-\Delta_y)}}{e^{s(z_y-\Delta_y)}+\sum_{k\ne y}e^{s z_k}}, \qquad
         \Delta_k\propto n_k^{-1/4}, \qquad \max_k\Delta_k = \Delta
@@ -314,9 +314,13 @@ class LDAM(Baseline):
 
 
 class LDAMDRW(LDAM):
-    """LDAM with deferred re-weighting: late in training, classes weigh as in :class:`ClassBalanced` (Algorithm 1).
+    r"""LDAM with deferred re-weighting: late in training rare classes weigh more (Cao et al. 2019, Algorithm 1).
 
-    On balanced data the weights stay 1, and it is :class:`LDAM`.
+    .. math:: \frac{\sum_i w_{y_i}\,\ell_i}{\sum_i w_{y_i}}
+
+    over the batch, with LDAM's losses :math:`\ell_i` and the weights of :class:`ClassBalanced` as in the authors' code;
+    the algorithm has :math:`1/n_k`, which the authors find to work as well. On balanced data the weights are equal, and
+    it is :class:`LDAM`.
 
     Parameters
     ----------
@@ -342,9 +346,10 @@ class LDAMDRW(LDAM):
         if epoch >= self.defer * epochs:
             self.weights.copy_(self.deferred)
 
-    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Weighted loss of LDAM."""
-        return self.weights[labels] * super().each(logits, labels)
+    def combine(self, each: Tensor, labels: Tensor) -> Tensor:
+        """Weighted mean; in a process group, over the whole batch."""
+        weights = self.weights[labels]
+        return processes() * (weights * each).sum() / joined(weights.sum())
 
 
 class LogitAdjustment(Baseline):
@@ -410,11 +415,12 @@ class EQL(Baseline):
 
 
 class VS(LogitAdjustment):
-    r"""Vector scaling: a factor and a shift for the logit of each class (Kini et al. 2021).
+    r"""Vector scaling: a factor and a shift for the logit of each class (Kini et al. 2021, equation 2).
 
     .. math:: \ell(\Delta\odot z + \tau\ln\pi,\; y), \qquad \Delta_k = (n_k/n_{\max})^{\gamma}
 
-    On balanced data the factors are 1 and the shifts equal, and it is ERM.
+    with the factors and shifts of the authors' code, whose class weights are 1 by default. On balanced data the factors
+    are 1 and the shifts equal, and it is ERM.
 
     Parameters
     ----------
@@ -426,7 +432,9 @@ class VS(LogitAdjustment):
 
     def __init__(self, num_classes: int, feature_dim: int, *, gamma: float = 0.3, tau: float = 1.0, counts=None):
         super().__init__(num_classes, feature_dim, tau=tau, counts=counts)
-        self.register_buffer("factors", temperature_factors(counts, num_classes, gamma), persistent=False)
+        check_number("gamma", gamma, "[0, inf)")
+        counts = class_counts(counts, num_classes)
+        self.register_buffer("factors", ((counts / counts.max()) ** gamma).float(), persistent=False)
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of scaled and shifted logits."""
@@ -436,21 +444,24 @@ class VS(LogitAdjustment):
 class LDT(Baseline):
     r"""Label-dependent temperature: all logits of an example times a factor of its class (Behnia et al. 2023).
 
-    .. math:: \ell(\delta_y z,\; y), \qquad \delta_k = (n_k/n_{\max})^{\gamma}
+    .. math:: \ell(\delta_y z,\; y), \qquad \delta_k = \frac{n_k^{\gamma}}{\frac1K\sum_j n_j^{\gamma}}
 
-    It is the margin cross-entropy of MR2 with γ_y = 1/δ_y. On balanced data all factors are 1, and it is ERM.
+    The mean factor is 1, as in the authors' code. It is the margin cross-entropy of MR2 with γ_y = 1/δ_y. On balanced
+    data all factors are 1, and it is ERM.
 
     Parameters
     ----------
     gamma : float
-        γ ≥ 0; 0.3 by default, as for :class:`VS`.
+        γ ≥ 0; 0.5 by default in the authors' code, whose experiments go up to 1.5. 0 is ERM.
     counts : sequence of int, optional
         n_k.
     """
 
-    def __init__(self, num_classes: int, feature_dim: int, *, gamma: float = 0.3, counts=None):
+    def __init__(self, num_classes: int, feature_dim: int, *, gamma: float = 0.5, counts=None):
         super().__init__(num_classes, feature_dim)
-        self.register_buffer("factors", temperature_factors(counts, num_classes, gamma), persistent=False)
+        check_number("gamma", gamma, "[0, inf)")
+        powers = class_counts(counts, num_classes) ** gamma
+        self.register_buffer("factors", (powers / powers.mean()).float(), persistent=False)
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy at the temperature of the true class."""
@@ -847,10 +858,3 @@ def effective_number_weights(counts: Tensor, beta: float) -> Tensor:
     check_number("beta", beta, "[0, 1)")
     weights = (1 - beta) / (1 - beta**counts)
     return (weights / weights.mean()).float()
-
-
-def temperature_factors(counts, num_classes: int, gamma: float) -> Tensor:
-    """(n_k/n_max)^γ as float32 [K]."""
-    check_number("gamma", gamma, "[0, inf)")
-    counts = class_counts(counts, num_classes)
-    return ((counts / counts.max()) ** gamma).float()

@@ -98,7 +98,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
         :class:`mr2_core.training.Settings`, a table ``endpoints`` (see :func:`read_endpoints`), a table ``arms``
         with, for each arm, its ``method``, the method's hyperparameters, and a table ``training`` of what differs, and
         a table ``reused``: the file of another ``study`` beside this one and those of its ``arms`` that are arms of
-        this one too. Their runs are the other study's own, under its name.
+        this one too. Their runs are the other study's own, under its name and with its training settings.
     results : path
         The folder under which ``<study>/<arm>/seed<k>.json`` are kept.
 
@@ -148,7 +148,10 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
 
 
 def _reused(study: dict, path: Path, results) -> list[Run]:
-    """Runs of another study, which must have been made as this study's own are."""
+    """Runs of another study, which must be of the same images, model and head as this study's own.
+
+    Training settings may differ, as they may between the arms of one study: they are part of what an arm compares.
+    """
     other, arms = path.with_name(study["reused"]["study"]), study["reused"]["arms"]
     theirs = _toml(other)
     if unknown := [arm for arm in arms if arm not in theirs["arms"] or arm in study["arms"]]:

@@ -108,7 +108,8 @@ def vs(z, _, y):
 
 
 def ldt(z, _, y):
-    margins = torch.tensor([(100 / n) ** 0.2 for n in COUNTS], dtype=torch.float64)
+    mean = sum(n**0.2 for n in COUNTS) / K
+    margins = torch.tensor([mean / n**0.2 for n in COUNTS], dtype=torch.float64)
     return margin_cross_entropy(torch.from_numpy(z), torch.from_numpy(y), margins).item()
 
 
@@ -262,7 +263,8 @@ def test_deferred_weights_come_when_their_time_has_come():
         if epoch >= 3:
             effective = torch.tensor([sum(0.9**i for i in range(n)) for n in COUNTS])
             weights = K / effective / (1 / effective).sum()
-        torch.testing.assert_close(loss(logits, features, labels).total, (weights[labels] * plain).mean())
+        expected = sum(weights[y] * one for y, one in zip(labels, plain, strict=True)) / weights[labels].sum()
+        torch.testing.assert_close(loss(logits, features, labels).total, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -475,6 +477,11 @@ class Pair(torch.nn.Module):
         return logits, logits
 
 
+def test_relative_difficulty_by_hand():
+    own, biased = torch.tensor([1.0, 0.0, 3.0, 0.0]), torch.tensor([3.0, 2.0, 0.0, 0.0])
+    assert baselines.relative_difficulty(own, biased).tolist() == [0.75, 1, 0, 0]
+
+
 def test_generalised_cross_entropy_between_its_limits():
     each = torch.linspace(0, 6, 20, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(baselines.generalised_cross_entropy(each, 1e-9), each, rtol=1e-6, atol=0)
@@ -500,12 +507,20 @@ def test_sums_over_classes_are_joined_over_processes(monkeypatch):
     torch.testing.assert_close(group.shares, alone.shares)  # means do not depend on it
 
 
-ROBUST = {"group-dro": {"step": 0.5}, "cvar-dro": {"alpha": 0.33}, "chi2-dro": {"radius": 0.8}, "fair-dro": {}}
+JOINT = {
+    "group-dro": {"step": 0.5},
+    "cvar-dro": {"alpha": 0.33},
+    "chi2-dro": {"radius": 0.8},
+    "fair-dro": {},
+    "ldam-drw": {"defer": 0.0, "counts": COUNTS},
+}
 
 
-def robust(name, share):
+def two_steps(name, share):
     """Two steps with every n-th example of a batch; the last total, the gradient and the buffers."""
-    loss = build(name, **ROBUST[name])
+    loss = build(name, **JOINT[name])
+    if name == "ldam-drw":
+        loss.begin_epoch(None, None, 0, 1)
     if name == "fair-dro":
         loss.weights.copy_(torch.linspace(-0.1, 0.5, K))
     for seed in range(2):
@@ -516,11 +531,11 @@ def robust(name, share):
     return total.detach(), head.grad, dict(loss.named_buffers())
 
 
-def robust_in_a_group(rank, port, folder):
+def in_a_group(rank, port, folder):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    found = {name: robust(name, slice(rank, None, 2)) for name in ROBUST}
+    found = {name: two_steps(name, slice(rank, None, 2)) for name in JOINT}
     torch.save(found, folder / f"{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -531,10 +546,10 @@ def test_two_processes_weigh_the_whole_batch_as_one_would(tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
-    torch.multiprocessing.start_processes(robust_in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    for name in ROBUST:
-        total, gradient, buffers = robust(name, slice(None))
+    for name in JOINT:
+        total, gradient, buffers = two_steps(name, slice(None))
         torch.testing.assert_close((first[name][0] + second[name][0]) / 2, total)
         torch.testing.assert_close((first[name][1] + second[name][1]) / 2, gradient)
         for found in (first, second):

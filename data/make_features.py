@@ -1,12 +1,14 @@
-"""Make the embedded features of DATASHEET.md: ``python data/make_features.py train|compact|efficientnet-lite0``.
+"""Make the embedded features of DATASHEET.md: ``python data/make_features.py PART``.
 
 ``train --seed K`` trains one ERM network on the 45,000 training images and keeps its state under ``_runs/``, where it
 goes on after an interruption. ``compact`` packs seed 0's features with the predictions of all trained seeds.
 ``efficientnet-lite0`` runs the ImageNet network over the same images (about a quarter of an hour on a core), going on
-after an interruption too.
+after an interruption too. ``imagewoof`` does the same over Imagewoof at 64 × 64 pixels, ``imagewoof64.npz`` in the
+folder that ``MR2_DATA`` names, else in ``data``; that file holds what ``load_dataset("arrays")`` wants.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "_runs" / "compact-erm"
 NORMS = (2, 3, 4, 5)
 SETTINGS = Settings(epochs=20, learning_rate=0.1, weight_decay=5e-4)
-KEPT_TRAIN, KEPT_WIDTH = 100, 128
+KEPT_TRAIN = {"cifar100": 100, "imagewoof": 400}  # images a class
+KEPT_WIDTH = 128
 
 
 def train(dataset, seed: int) -> None:
@@ -82,21 +85,22 @@ def compact(dataset) -> None:
     )
 
 
-def efficientnet_lite0(dataset) -> None:
+def efficientnet_lite0(dataset, of: str, source: str, root=None) -> None:
     """Features of the ImageNet-pretrained EfficientNet-Lite0: images upsampled to 128 px, inputs (x − 127)/128."""
-    name = "efficientnet-lite0"
-    with np.load(extract("cifar100", name, size=128, out=RUNS.parent / f"cifar100-{name}-128px.npz")) as arrays:
-        pack(f"cifar100-{name}", dataset, *(arrays[f"x_{part}"].astype(np.float32) for part in ("train", "test")))
+    name = f"{of}-efficientnet-lite0"
+    out = RUNS.parent / f"{name}-128px.npz"
+    with np.load(extract(source, "efficientnet-lite0", root=root, size=128, out=out)) as arrays:
+        pack(name, dataset, *(arrays[f"x_{part}"].astype(np.float32) for part in ("train", "test")))
 
 
 def pack(name, dataset, train_features, test_features, **more) -> None:
-    """Write full-width class statistics and reduced features of 100 training images a class, validation and test."""
+    """Write full-width class statistics, and reduced features of some training images a class, validation and test."""
     chosen, validation = split_train_validation(dataset.y_train)
     labels = dataset.y_train
     for split, index in (("train", chosen), ("validation", validation)):
         means, deviations, norms = class_moments(train_features[index], labels[index])
         more |= {f"{split}_mean": means, f"{split}_deviation": deviations, f"{split}_norms": norms}
-    kept = chosen[subset_per_class(labels[chosen], KEPT_TRAIN, seed=0)]
+    kept = chosen[subset_per_class(labels[chosen], KEPT_TRAIN[name.partition("-")[0]], seed=0)]
     # Right singular vectors of the uncentred training features: centring would change a_k, which is about the origin.
     _, vectors = np.linalg.eigh(train_features[chosen].T.astype(np.float64) @ train_features[chosen])
     projection = vectors[:, ::-1][:, :KEPT_WIDTH].astype(np.float32)
@@ -142,14 +146,19 @@ def class_moments(features, labels):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("train", "compact", "efficientnet-lite0"))
+    parser.add_argument("part", choices=("train", "compact", "efficientnet-lite0", "imagewoof"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.part == "imagewoof":
+        images = Path(os.environ.get("MR2_DATA") or ROOT / "data") / "imagewoof64.npz"
+        return efficientnet_lite0(load_dataset("arrays", images), "imagewoof", "arrays", images)
     dataset = load_dataset("cifar100")
     if options.part == "train":
         train(dataset, options.seed)
+    elif options.part == "compact":
+        compact(dataset)
     else:
-        {"compact": compact, "efficientnet-lite0": efficientnet_lite0}[options.part](dataset)
+        efficientnet_lite0(dataset, "cifar100", "cifar100")
 
 
 if __name__ == "__main__":

@@ -603,8 +603,9 @@ def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_
     Success is that the hard third gains over each reference and that against each of them the easy third does not lose
     ``easy_margin`` points. It is shown where all of these are, so the p-value of the whole is the largest of theirs
     (an intersection-union test, Berger 1982), and Holm's correction of it over the arms holds the probability of any
-    false success. The verdicts of :func:`table` are looser: they correct the gains for the arms, but each reference by
-    itself, and do not correct the easy third.
+    false success. The verdicts of :func:`table` do not: they do not correct the easy third, which may wrongly pass as
+    kept in each of the arms. (That gains are corrected for each reference by itself does no harm: an arm that does not
+    beat both does not beat the better one, and there the correction holds.)
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ def do_run(options) -> int:
 
 def do_report(options) -> int:
     """Print a table for each reference arm; as CSV with every number, else as people read it."""
-    from mr2_core.studies import joint, read_endpoints, read_study, readable, table
+    from mr2_core.studies import in_words, joint, read_endpoints, read_study, readable, table
 
     runs, endpoints = read_study(options.study, options.results), read_endpoints(options.study)
     for reference in options.reference or endpoints["references"]:
@@ -102,7 +102,7 @@ def do_report(options) -> int:
             f"All endpoints at once: hard third above {' and '.join(endpoints['references'])}, easy third kept\n"
             "p is the larger of both, each the largest over the references, after Holm over the arms\n"
         )
-        shown = whole.map(lambda value: value if isinstance(value, str) else f"{value:.3f}")
+        shown = whole.map(lambda value: value if isinstance(value, str) else in_words(value))
         print({"text": shown.to_string, "markdown": shown.to_markdown, "latex": shown.to_latex}[options.format]())
     return 0
 

@@ -647,7 +647,9 @@ def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_
     return frame
 
 
-def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, level: float = 0.95):
+def interval(
+    difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, level: float = 0.95, *, share: float = 0.0
+):
     r"""Interval for a mean difference over seeds × test images, both of which are samples.
 
     Seeds and images are crossed, so the variance of the mean is estimated by
@@ -656,9 +658,10 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
     with five seeds the percentiles of a bootstrap would be a third too narrow. Where most of the variance is of images
     the interval is wider than it need be.
 
-    The ranking is taken as given. What seeds share, they do not vary: if each draws the share f of one pool of
-    training images, the interval is about draws from this pool; about other pools, the variance that comes from the
-    draw must be multiplied by 1 + S f / (1 - f).
+    The ranking is taken as given. What seeds share, they do not vary: if each draws the share f of one pool of training
+    images, the interval is about draws from this pool. About other pools, the variance that comes from the draw must be
+    multiplied by :math:`1 + S f / (1 - f)`; ``share`` does so for all variance over seeds, which is too much where some
+    of it comes from first weights and order.
 
     Parameters
     ----------
@@ -670,6 +673,8 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
         [K]: classes, easiest first.
     level : float
         Of the interval.
+    share : float
+        f in [0, 1), for an interval about other pools; 0 for one about this pool.
 
     Returns
     -------
@@ -679,8 +684,10 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
     Raises
     ------
     ValueError
-        With fewer than two seeds, or fewer than two images of a class.
+        With fewer than two seeds, or fewer than two images of a class, or a share outside [0, 1).
     """
+    if not 0 <= share < 1:
+        raise ValueError(f"share is {share!r}; expected the part of a pool that a seed draws, at least 0 and below 1.")
     if len(difference) < 2 or np.bincount(labels, minlength=len(ranking)).min() < 2:
         raise ValueError(f"difference has {len(difference)} seeds; expected at least 2, and 2 images of each class.")
     seeds, classes = len(difference), len(ranking)
@@ -694,7 +701,8 @@ def interval(difference: np.ndarray, labels: np.ndarray, ranking: np.ndarray, le
     parts = [np.arange(classes), *np.array_split(ranking, 3)]
     images = np.array([max((image - residual)[part].sum(), 0) / len(part) ** 2 for part in parts])
     by_seed = levels(mean, ranking)
-    centre, error = by_seed.mean(axis=0), np.sqrt(by_seed.var(axis=0, ddof=1) / seeds + images)
+    pools = 1 + seeds * share / (1 - share)
+    centre, error = by_seed.mean(axis=0), np.sqrt(pools * by_seed.var(axis=0, ddof=1) / seeds + images)
     half = stats.t.ppf((1 + level) / 2, seeds - 1) * error
     # Differences that never vary are no certainty: without a difference p is 1, else there is none.
     p = np.where(centre == 0, 1.0, np.nan)
@@ -708,6 +716,11 @@ def holm(p: pd.Series, count: int) -> pd.Series:
     known = p.dropna().sort_values()
     factors = count - np.arange(len(known))
     return (known * factors).cummax().clip(upper=1).reindex(p.index)
+
+
+def in_words(p: float) -> str:
+    """A p-value as people read it; nothing where there is none."""
+    return "" if np.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def readable(frame: pd.DataFrame) -> pd.DataFrame:
@@ -726,7 +739,7 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
             for _, row in frame.iterrows()
         ]
     if "hard gains" in frame:
-        cells["p hard (Holm)"] = frame["p hard"].map(lambda p: "" if np.isnan(p) else f"{p:.3f}")
+        cells["p hard (Holm)"] = frame["p hard"].map(in_words)
     for name in ("hard gains", "easy kept"):
         if name in frame:
             cells[name] = frame[name].map({True: "yes", False: "no"}).fillna("")

@@ -25,6 +25,7 @@ from mr2_core.studies import (
     correct,
     execute,
     holm,
+    in_words,
     interval,
     joint,
     labels_of,
@@ -606,6 +607,27 @@ def test_interval_of_seeds_alone_is_student_s():
         test = stats.ttest_1samp(by_class[:, part].mean(axis=1), 0)
         np.testing.assert_allclose((low[i], high[i]), test.confidence_interval())
         assert p[i] == pytest.approx(test.pvalue)
+
+
+def test_an_interval_about_other_pools_covers_their_luck():
+    """Each seed's difference is the mean of half of a pool of twenty numbers, whose expectation is 0."""
+    generator, labels = np.random.default_rng(3), np.repeat(np.arange(3), 2)
+    covered = {0.0: 0, 0.5: 0}
+    for _ in range(400):
+        pool = generator.standard_normal(20)
+        difference = np.array([generator.choice(pool, 10, replace=False).mean() for _ in range(5)])
+        for share in covered:
+            low, high, _ = interval(np.repeat(difference[:, None], 6, axis=1), labels, np.arange(3), share=share)
+            covered[share] += low[0] < 0 < high[0]
+    # 380 are expected; an interval about this pool alone covers as rarely as one that is √6 too short
+    assert abs(covered[0.5] - 380) < 4 * np.sqrt(400 * 0.95 * 0.05)
+    assert covered[0.0] < 320
+    with pytest.raises(ValueError, match=r"share is 1; expected .* at least 0 and below 1"):
+        interval(np.zeros((2, 6)), labels, np.arange(3), share=1)
+
+
+def test_p_values_are_read_as_words():
+    assert [in_words(p) for p in (np.nan, 0.0004, 0.00149, 0.25)] == ["", "< 0.001", "0.001", "0.250"]
 
 
 def test_holm():

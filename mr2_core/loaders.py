@@ -47,8 +47,12 @@ class FolderLoader:
     chosen : array of int, optional
         Indices of the images to use, in the order of ``labels``; all by default.
     size : int
-        Side of the images: in training a random resized crop and a flip, else the centre of the image resized to 8/7 of
-        it, as 224 is cut from 256.
+        Side of the images: in training a random resized crop and a flip, else the centre of the resized image.
+    resize : int, optional
+        Length to which the shorter side is brought before the centre is cut out; 8/7 of ``size`` by default, as 224 is
+        cut from 256.
+    interpolation : {"bilinear", "bicubic"}
+        How images are resized, in training and else.
     seed : int
         Of the order and the augmentation.
     workers : int
@@ -71,6 +75,8 @@ class FolderLoader:
         batch_size,
         chosen=None,
         size=224,
+        resize=None,
+        interpolation="bilinear",
         seed=0,
         workers=4,
         device="cpu",
@@ -90,8 +96,10 @@ class FolderLoader:
         self.labels = torch.tensor(folder.targets)[self.chosen].to(self.device)
         self.normalise = Normalise(mean, std, self.device)
         self.workers = workers
-        self.augmented = Images(folder, v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]), seed)
-        self.centred = Images(folder, v2.Compose([v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]), seed)
+        mode = v2.InterpolationMode(interpolation)
+        crop, whole = v2.RandomResizedCrop(size, interpolation=mode), v2.Resize(resize or round(size * 8 / 7), mode)
+        self.augmented = Images(folder, v2.Compose([crop, v2.RandomHorizontalFlip()]), seed)
+        self.centred = Images(folder, v2.Compose([whole, v2.CenterCrop(size)]), seed)
 
     def __len__(self) -> int:
         return len(self.chosen) // self.batch_size

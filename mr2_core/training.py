@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -347,8 +348,19 @@ def fit(
         If a loss is not finite: says the step, the learning rate and where the last good checkpoint lies.
     Interrupted
         After a signal, once the step is finished and saved.
+
+    Warns
+    -----
+    UserWarning
+        If the run ends within the warm-up of :class:`mr2_core.MR2Loss`, whose margins then stay equal throughout.
     """
-    device = loader.device
+    device, updates = loader.device, settings.epochs * len(loader)
+    if getattr(loss, "warmup", 0) >= updates and (loss.exponent or loss.representation_weight):
+        warnings.warn(
+            f"warmup is {loss.warmup} and the run has {updates} steps, so that neither class margins nor pairs come "
+            "into play; expected a warmup shorter than the run.",
+            stacklevel=2,
+        )
     model.to(device, memory_format=torch.channels_last)
     path = Path(checkpoint) if checkpoint else None
     resumed, earlier = bool(path and path.exists()), []

@@ -59,7 +59,9 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_the_number_of_workers
     assert all(torch.equal(first[1], second[1]) for first, second in views)
     assert torch.equal(before, torch.get_rng_state()), "the run's own stream is left alone"
     assert not equal(epochs[0], epochs[1])
-    assert not equal(epochs[0], list(loader(folder, seed=1).epoch(0)))
+    for change in ({"seed": 1}, {"interpolation": "bicubic"}):
+        assert not equal(epochs[0], list(loader(folder, **change).epoch(0)))
+    assert equal(epochs[0], list(loader(folder, resize=20).epoch(0))), "it is for evaluation only"
 
 
 def test_images_are_random_crops_and_mirrored_half_of_the_time_with_the_labels_of_their_folder(folder):
@@ -82,19 +84,21 @@ def test_a_subset_and_a_last_batch_that_is_the_only_one(folder):
     assert torch.equal(labels, some.labels[order])
 
 
-def test_evaluation_sees_the_centre_of_every_image_in_order(folder):
-    images = torch.cat(list(loader(folder, workers=2).in_order()))
+@pytest.mark.parametrize(("given", "resize", "interpolation"), [((), 18, "bilinear"), ((20, "bicubic"), 20, "bicubic")])
+def test_evaluation_sees_the_centre_of_every_image_in_order(folder, given, resize, interpolation):
+    look = dict(zip(("resize", "interpolation"), given, strict=False))
+    images = torch.cat(list(loader(folder, workers=2, **look).in_order()))
     assert images.shape == (22, 3, 16, 16)
     paths = sorted(folder.glob("*/*.png"))
     for image, path in zip(images, paths, strict=True):
         whole = Image.open(path)
-        scale = 18 / min(whole.size)
-        small = whole.resize([int(side * scale) for side in whole.size], Image.Resampling.BILINEAR)
+        scale = resize / min(whole.size)
+        small = whole.resize([int(side * scale) for side in whole.size], Image.Resampling[interpolation.upper()])
         left, top = (round((side - 16) / 2) for side in small.size)
         expected = np.asarray(small.crop((left, top, left + 16, top + 16)), dtype=np.float32) / 255
         np.testing.assert_allclose(image.permute(1, 2, 0), expected, atol=1e-6)
     model = build_model("compact", 3)
-    logits, features = predict_batches(model, loader(folder).in_order())
+    logits, features = predict_batches(model, loader(folder, **look).in_order())
     assert (logits.shape, features.shape) == ((22, 3), (22, 128))
     model.eval()
     with torch.no_grad():

@@ -326,6 +326,7 @@ def test_what_is_not_solved_is_not_returned():
 
 
 NEEDED = {"jtt": {"first_epochs": 2, "upweight": 3.0}}
+NEEDED |= dict.fromkeys(("mr2", "mr2-weighted", "mr2-placebo"), {"warmup": 20})  # a run has eighty steps
 
 
 def test_erm_trained_by_steps_comes_to_the_optimum():

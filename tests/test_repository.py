@@ -317,10 +317,14 @@ def test_build_is_strict_and_afresh(monkeypatch, tmp_path):
 # The README's example, and the weight of an import
 
 
-def test_readme_example_runs():
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+def test_readme_example_runs(device):
     (example,) = re.findall(r"```python\n(.*?)```", read("README.md"), flags=re.DOTALL)
     torch.manual_seed(0)
-    backbone, head = torch.nn.Linear(8, 512), torch.nn.Linear(512, 100)
+    backbone, head = torch.nn.Linear(8, 512).to(device), torch.nn.Linear(512, 100).to(device)
     before = head.weight.detach().clone()
     names = {
         "backbone": backbone,
@@ -331,6 +335,8 @@ def test_readme_example_runs():
     exec(compile(example, "README.md", "exec"), names)
     assert torch.isfinite(names["loss"])
     assert not torch.equal(head.weight, before)
+    assert f"a `warmup` of {names['criterion'].warmup} batches" in read("README.md")
+    assert (names["criterion"].representation, names["MR2Loss"].paper(2, 2).representation) == ("relative", "printed")
 
 
 def test_import_loads_nothing_heavier_than_torch():

@@ -54,6 +54,7 @@ method = "erm"
 [arms.mr2]
 method = "mr2"
 representation_weight = 0.01
+warmup = 4
 training = {{ learning_rate = 0.05 }}
 """
 
@@ -72,7 +73,7 @@ def test_runs_are_seed_by_seed_and_an_arm_changes_the_training(study, tmp_path):
     runs = read_study(study(), tmp_path)
     assert [(run.seed, run.arm) for run in runs] == [(0, "erm"), (0, "mr2"), (1, "erm"), (1, "mr2")]
     assert [run.configuration["training"]["learning_rate"] for run in runs[:2]] == [0.1, 0.05]
-    assert runs[1].configuration["hyperparameters"] == {"representation_weight": 0.01}
+    assert runs[1].configuration["hyperparameters"] == {"representation_weight": 0.01, "warmup": 4}
     assert runs[1].result == tmp_path / "tiny" / "mr2" / "seed0.json"
     assert len({run.identity for run in runs}) == 4
 
@@ -109,7 +110,7 @@ def test_a_study_that_is_wrong_is_refused_before_anything_runs(study, tmp_path, 
 def test_counts_by_class_are_a_list_of_the_method(study, tmp_path):
     counts = list(range(1, 11))
     text = STUDY.replace('method = "mr2"', f'method = "ldam"\ncounts = {counts}').replace(
-        "representation_weight = 0.01", ""
+        "representation_weight = 0.01\nwarmup = 4", ""
     )
     run = read_study(study(text=text), tmp_path)[1]
     assert run.configuration["hyperparameters"] == {"counts": counts}
@@ -130,6 +131,7 @@ def test_a_run_is_recorded_once_and_reported(study, tmp_path, capsys):
     assert "0 of 2 runs are done; 2 to do." in capsys.readouterr().out
     record = json.loads((results / "tiny" / "mr2" / "seed1.json").read_text())
     assert [epoch["epoch"] for epoch in record["history"]] == [1, 2]
+    assert [len(set(epoch["margins"])) > 1 for epoch in record["history"]] == [False, True], "the first is warm-up"
     assert np.mean(record["history"][-1]["margins"]) == pytest.approx(1, abs=1e-3)
     assert {len(record[f"{split}_by_class"]) for split in ("train", "validation", "test")} == {10}
     with np.load(results / "tiny" / "mr2" / "seed1.npz") as arrays:

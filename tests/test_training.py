@@ -191,6 +191,25 @@ class TestFit:
         assert [json.loads(line) for line in lines] == history
         assert history[0]["extra"] == 1
 
+    @pytest.mark.parametrize(
+        ("method", "options", "within"),
+        [
+            ("mr2", {"warmup": 4}, True),
+            ("mr2", {"warmup": 3}, False),
+            ("mr2", {"warmup": 4, "exponent": 0.0}, True),
+            ("uniform", {}, False),
+            ("erm", {}, False),
+        ],
+    )
+    def test_a_run_of_four_steps_that_ends_within_the_warm_up_says_so(self, recwarn, method, options, within):
+        model, loss = network()[0], build_method(method, 5, 128, **options)
+        settings = Settings(epochs=2, batch_size=35, precision="float32", augment=())
+        fit(model, loss, loader(batch_size=35, augment=()), settings, progress=False)
+        said = [str(warning.message) for warning in recwarn if "warmup" in str(warning.message)]
+        assert [text.startswith("warmup is 4 and the run has 4 steps") for text in said] == [True] * within
+        if method == "mr2":
+            assert loss.settled != within
+
     def test_first_step_is_nesterov_sgd_with_weight_decay(self):
         model, loss = network()[0], build_method("erm", 5, 128)
         settings = Settings(

@@ -232,6 +232,7 @@ class TestFit:
             plain = {"momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 2.0, "augment": ()}
             settings = Settings(epochs=1, batch_size=70, precision="float32", layer_decay=decay, **plain)
             model, loss = network()[0].double(), LearntScale(128).double()
+            loss.warmup = 0
             before = {name: p.detach().clone() for name, p in (*model.named_parameters(), *loss.named_parameters())}
             fit(model, loss, doubled(loader(batch_size=70, augment=())), settings, progress=False)
             after = dict((*model.named_parameters(), *loss.named_parameters()))
@@ -291,7 +292,7 @@ class TestFit:
         path = tmp_path / "run.pt"
         sentence = f"non-finite at epoch 1, step 2, learning rate 0.0481; the last good checkpoint is {path}"
         with pytest.raises(FloatingPointError, match=sentence):
-            fit(network()[0], Broken(5, 128), loader(), SETTINGS, checkpoint=path, progress=False)
+            fit(network()[0], Broken(5, 128, warmup=0), loader(), SETTINGS, checkpoint=path, progress=False)
         assert torch.load(path, weights_only=True)["state"]["epoch"] == 1
 
     def test_weights_that_explode_stop(self):
@@ -316,6 +317,7 @@ class TestFit:
             augment=(),
         )
         model, loss = network()
+        loss.warmup = 0
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
         fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
         after = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -568,6 +568,10 @@ class TestTable:
         assert "All endpoints at once: hard third above a, easy third kept" in capsys.readouterr().out
         assert main(["report", "s.toml", "--reference", "b"]) == 0
         assert "at once" not in capsys.readouterr().out, "the plan names other references"
+        monkeypatch.setattr(studies, "read_study", lambda *_: runs[:2])
+        assert main(["report", "s.toml"]) == 0
+        assert "at once" not in capsys.readouterr().out, "one seed has no interval"
+        monkeypatch.setattr(studies, "read_study", lambda *_: runs)
         runs[0].result.unlink()
         assert main(["report", "s.toml"]) == 0
         assert "at once" not in capsys.readouterr().out, "claims wait for the last run"

@@ -509,6 +509,9 @@ def _one(item) -> bool:
         print(f"{run.study} {run.arm} seed {run.seed} is being done by another process.", flush=True)
     except Interrupted as stopped:
         print(stopped, flush=True)
+        parent = multiprocessing.parent_process()
+        if parent and not parent.is_alive():
+            os._exit(1)  # a worker whose command is gone has nobody to report to
         return False
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

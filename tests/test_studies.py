@@ -228,7 +228,8 @@ def test_a_run_under_way_is_left_to_its_process(study, tmp_path, capsys):
 def test_workers_end_with_their_command_and_save(study, tmp_path, number):
     path, results = study(text=STUDY.replace("epochs = 2", "epochs = 100000")), tmp_path / "results"
     command = [sys.executable, "-m", "mr2_core", "run", str(path), "--results", str(results), "--jobs", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     deadline = time.monotonic() + 600  # on a busy machine three processes that import torch take their time
     while len(list(results.rglob("*.pt"))) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -241,6 +242,8 @@ def test_workers_end_with_their_command_and_save(study, tmp_path, number):
         with filelock.FileLock(run.result.with_suffix(".lock"), timeout=300):
             state = torch.load(run.result.with_name(f"{run.result.stem}-{run.identity}.pt"), weights_only=True)["state"]
             assert state["epoch"] > 0
+    assert process.stdout.read().count("run the same command to go on") == 2  # it ends when the last worker has
+    assert "Traceback" not in (tmp_path / "errors").read_text()
 
 
 def test_torchrun_shares_a_run_stops_as_one_and_goes_on(study, tmp_path):

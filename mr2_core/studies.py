@@ -600,7 +600,9 @@ def _done_and_ranking(runs: list[Run], ranking: str) -> tuple[dict, np.ndarray]:
     return done, validation_ranking([[run.record for (a, _), run in done.items() if a == arm] for arm in arms])
 
 
-def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_margin: float = 1.0) -> pd.DataFrame:
+def joint(
+    runs: list[Run], *, references: list[str], ranking: str = "all", easy_margin: float = 1.0, share: float = 0.0
+) -> pd.DataFrame:
     """What an arm must show for a success, as one hypothesis: every endpoint against every reference.
 
     Success is that the hard third gains over each reference and that against each of them the easy third does not lose
@@ -618,6 +620,8 @@ def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_
         The arms to subtract.
     ranking, easy_margin
         As for :func:`table`.
+    share
+        As for :func:`interval`.
 
     Returns
     -------
@@ -641,7 +645,8 @@ def joint(runs: list[Run], *, references: list[str], ranking: str = "all", easy_
         p = {"hard": 0.0, "easy": 0.0}
         for reference, (level, shift) in itertools.product(references, (("hard", 0), ("easy", easy_margin / 100))):
             at = LEVELS.index(level)
-            low, high, two_sided = interval(right[arm] - right[reference] + shift, labels_of(runs[0]), order)
+            difference = right[arm] - right[reference] + shift
+            low, high, two_sided = interval(difference, labels_of(runs[0]), order, share=share)
             p[level] = np.maximum(p[level], two_sided[at] if low[at] + high[at] > 0 else 1.0)
         rows[arm] = {f"p {level}": value for level, value in p.items()}
     frame = pd.DataFrame.from_dict(rows, orient="index")

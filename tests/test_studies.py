@@ -552,6 +552,9 @@ class TestTable:
         gain = scores["b"] - scores["a"]
         p = max(interval(gain, label, order)[2][3], interval(gain + 0.02, label, order)[2][1])
         assert frame.loc["b", "p"] == pytest.approx(2 * p), "two arms might succeed"
+        p = max(interval(gain + shift, label, order, share=0.5)[2][i] for shift, i in ((0, 3), (0.02, 1)))
+        pools = joint(runs, references=["a"], easy_margin=2.0, share=0.5)
+        assert pools.loc["b", "p"] == pytest.approx(2 * p)
         assert frame.loc["c", ["p easy", "p"]].tolist() == [1, 1]
         assert frame.loc["c", "p hard"] == frame.loc["b", "p hard"]
         # A reference that is as good as b leaves it nothing to gain.

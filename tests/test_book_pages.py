@@ -103,7 +103,7 @@ def test_page_is_sound(visit, page):
         " copy.querySelectorAll('pre, code, script, mjx-container').forEach(node => node.remove());"
         " return copy.textContent }"
     )
-    assert re.findall(r"\{\w[\w:-]*\}`|\$\$|\\\(|\\begin\{", prose) == []
+    assert re.findall(r"\{\w[\w:-]*\}`|\$\$|\$\\\w|\\\(|\\begin\{", prose) == []
 
 
 @pytest.mark.browser

@@ -135,12 +135,12 @@ def test_stopped_in_mid_epoch_training_resumes_bit_for_bit(folder, tmp_path):
 
 def test_workers_outlive_an_interrupt_from_the_terminal(folder):
     batches = loader(folder, workers=2).epoch(0)
-    first = next(batches)
+    begun = [next(batches), next(batches)]  # one from each worker, so that both have started
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     for worker in workers:
         os.kill(worker.pid, signal.SIGINT)
-    assert equal([first, *batches], list(loader(folder).epoch(0)))
+    assert equal([*begun, *batches], list(loader(folder).epoch(0)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -199,11 +199,21 @@ class LfF(Baseline):
         self.q = check_number("q", q, "(0, 1]")
 
     def begin(self, model, loader, first_stage) -> None:
-        """Make the biased network: the model's architecture, other initial weights."""
+        """Make the biased network: the model's architecture, weights drawn anew by each of its modules.
+
+        Raises
+        ------
+        ValueError
+            If the model has weights that no module of it can draw anew.
+        """
         self.biased = copy.deepcopy(model)
         for module in self.biased.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if reset:
+                reset()
+        for (name, old), new in zip(model.named_parameters(), self.biased.parameters(), strict=True):
+            if old.numel() > 1 and old.std() > 0 and torch.equal(old, new):
+                raise ValueError(f"lff cannot draw {name} anew: give its module a method reset_parameters.")
 
     def batches(self, loader, epoch: int, start: int):
         """Yield the images a second time, for the second network."""
@@ -570,7 +580,9 @@ class SupConTwoStage(Baseline):
     def begin(self, model, loader, first_stage) -> None:
         """Train the backbone, and freeze it."""
         if first_stage:
+            model.head.requires_grad_(False)  # no pair reaches it, which processes that average gradients must know
             first_stage(model, Contrastive(self.num_classes, self.feature_dim, **self.changes), self.first_epochs)
+            model.head.requires_grad_(True)
         self.begin_epoch(model)
 
     def begin_epoch(self, model, *_) -> None:

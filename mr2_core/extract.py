@@ -1,6 +1,8 @@
 """``python -m mr2_core extract``: a frozen backbone's features of a whole dataset, piece by piece."""
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import importlib.metadata
 import itertools
@@ -10,6 +12,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -65,7 +68,8 @@ def extract(dataset, name, *, root=None, out=None, weights=None, size=None, devi
     Raises
     ------
     DataError
-        If the data cannot be read, the file exists and holds something else, or features leave float16's range.
+        If the data cannot be read, the file exists and holds something else, another process is writing it, or features
+        leave float16's range.
     ValueError
         If the backbone cannot be had.
     """
@@ -84,34 +88,52 @@ def extract(dataset, name, *, root=None, out=None, weights=None, size=None, devi
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     pieces = out.with_name(f"{out.name}.{key[:12]}.pieces")
-    if out.exists():
-        if identity_of(out) != key:
+    with claimed(out):
+        if not out.exists():
+            try:
+                network.to(device, memory_format=torch.channels_last)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(
+                    f"device is {device!r}, which is not here ({first_line(error)}); expected cpu or cuda"
+                ) from error
+            pieces.mkdir(exist_ok=True)
+            for part, images in parts.items():
+                try:
+                    write_pieces(network, images, preprocessing, pieces, part, device, workers)
+                except DataError as error:  # a worker's comes wrapped in its traceback
+                    raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
+            arrays = {f"y_{part}": y for part, y in labels.items()}
+            arrays["class_names"] = np.array(parts["train"].classes)
+            arrays["provenance"] = np.array(json.dumps({**identity, "identity": key, **provenance(device)}))
+            join(pieces, out, {f"x_{part}": (part, len(images), width) for part, images in parts.items()}, arrays)
+        elif identity_of(out) != key:
             raise DataError(f"{out} exists and holds something else: delete it or name another file")
-        shutil.rmtree(pieces, ignore_errors=True)
-        return out
-    try:
-        pieces.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{pieces} cannot be made ({error}): free or unlock it, or name another file") from error
-    try:
-        network.to(device, memory_format=torch.channels_last)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device is {device!r}, which is not here ({first_line(error)}); expected cpu or cuda"
-        ) from error
-    for part, images in parts.items():
-        try:
-            write_pieces(network, images, preprocessing, pieces, part, device, workers)
-        except DataError as error:  # a worker's comes wrapped in its traceback
-            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
-    arrays = {f"y_{part}": y for part, y in labels.items()}
-    arrays["class_names"] = np.array(parts["train"].classes)
-    arrays["provenance"] = np.array(json.dumps({**identity, "identity": key, **provenance(device)}))
-    join(pieces, out, {f"x_{part}": (part, len(images), width) for part, images in parts.items()}, arrays)
+        for left in out.parent.glob(f"{glob.escape(out.name)}.*.pieces"):  # also of images that were replaced since
+            shutil.rmtree(left)
     return out
 
 
+@contextlib.contextmanager
+def claimed(out):
+    """Let one process at a time write a file."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(f"{out}.lock", blocking=False)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise DataError(f"another process is writing {out}: wait for it, then run the same command again") from error
+    except OSError as error:
+        raise DataError(f"{out} cannot be made ({error}): free or unlock its folder, or name another file") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file
+            os.unlink(lock.lock_file)
+        lock.release()
+
+
 @torch.inference_mode()
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 def write_pieces(network, images, preprocessing, pieces, part, device, workers):
     """Write the features of one part from the first piece on that is not there, each atomically."""
     piece = next(k for k in itertools.count() if not (pieces / f"{part}-{k:06}.npy").exists())
@@ -138,29 +160,38 @@ def write_pieces(network, images, preprocessing, pieces, part, device, workers):
 
 
 def join(pieces, out, streamed, arrays):
-    """Write an ``.npz`` of arrays too large for memory, piece after piece, and of small ones; then drop the pieces."""
+    """Write an ``.npz`` of arrays too large for memory, piece after piece, and of small ones."""
     temporary = pieces / f"joined.{os.getpid()}.partial"
     with zipfile.ZipFile(temporary, "w") as archive:
         for name, (part, count, width) in streamed.items():
             header = {"descr": "<f2", "fortran_order": False, "shape": (count, width)}
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array_header_1_0(file, header)
+                rows = 0
                 for piece in sorted(pieces.glob(f"{part}-*.npy")):
-                    file.write(np.load(piece).tobytes())
+                    block = np.load(piece)
+                    file.write(block.tobytes())
+                    rows += len(block)
+            if rows != count:
+                raise DataError(f"{pieces} holds {rows} of {count} {part} images: delete it and run the command again")
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
     os.replace(temporary, out)
-    shutil.rmtree(pieces)
 
 
 def data_fingerprint(parts):
-    """sha256 over the labels, with the pixels of arrays and the names of files, wherever they lie."""
+    """sha256 over labels with the pixels of arrays, or with the names, sizes and first 64 KiB of files anywhere."""
     digest = hashlib.sha256()
     for part, images in parts.items():
         digest.update(f"{part} {images.classes}".encode())
         for source, label in images.samples:
-            digest.update(source.tobytes() if isinstance(source, np.ndarray) else os.path.basename(source).encode())
+            if isinstance(source, np.ndarray):
+                digest.update(source.tobytes())
+            else:
+                digest.update(f"{os.path.basename(source)} {os.path.getsize(source)} ".encode())
+                with open(source, "rb") as file:
+                    digest.update(file.read(2**16))
             digest.update(str(label).encode())
     return digest.hexdigest()
 
@@ -170,5 +201,5 @@ def identity_of(path):
     try:
         with np.load(path, allow_pickle=False) as file:
             return json.loads(str(file["provenance"]))["identity"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile):
         return None

@@ -12,25 +12,22 @@ from mr2_core.losses import MR2Loss, MR2Output
 
 
 class ERM(nn.Module):
-    """Empirical risk minimisation: cross-entropy, with optional label smoothing (Szegedy et al. 2016)."""
+    """Empirical risk minimisation: cross-entropy."""
 
-    def __init__(self, num_classes: int, feature_dim: int, *, label_smoothing: float = 0.0):
+    def __init__(self, num_classes: int, feature_dim: int):
         super().__init__()
-        self.label_smoothing = label_smoothing
 
     def forward(self, logits: Tensor, features: Tensor, labels: Tensor) -> MR2Output:
         """Return the loss as ``total`` and ``logit``; the representation term is 0."""
-        loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+        loss = F.cross_entropy(logits.float(), labels)
         return MR2Output(loss, loss, torch.zeros_like(loss))
 
 
 class UniformMargins(MR2Loss):
     """One margin c̄ for every class: a temperature, which is to say a learning rate, and so the control of every γ."""
 
-    def __init__(self, num_classes: int, feature_dim: int, *, mean_margin: float = 1.0, **changes):
-        super().__init__(
-            num_classes, feature_dim, mean_margin=mean_margin, exponent=0.0, representation_weight=0.0, **changes
-        )
+    def __init__(self, num_classes: int, feature_dim: int, *, mean_margin: float = 1.0):
+        super().__init__(num_classes, feature_dim, mean_margin=mean_margin, exponent=0.0, representation_weight=0.0)
 
 
 class WeightedMR2(MR2Loss):
@@ -43,7 +40,10 @@ class WeightedMR2(MR2Loss):
 
 
 class PlaceboMR2(MR2Loss):
-    """MR2 whose margins are dealt to the wrong classes, by one random permutation for the whole run."""
+    """MR2 whose margins are dealt to classes by one random permutation for the whole run.
+
+    Any permutation, so that on average one class keeps its own margin; with two classes half of the runs are MR2.
+    """
 
     def __init__(self, num_classes: int, feature_dim: int, **changes):
         super().__init__(num_classes, feature_dim, **changes)
@@ -51,7 +51,7 @@ class PlaceboMR2(MR2Loss):
 
     @property
     def margins(self) -> Tensor:
-        """[K]: another class's margin."""
+        """[K]: those of the permuted classes."""
         return super().margins[self.permutation]
 
 
@@ -94,8 +94,20 @@ METHODS = {
 }
 
 
-def build_method(name: str, num_classes: int, feature_dim: int, **hyperparameters) -> nn.Module:
+def build_method(name: str, num_classes: int, feature_dim: int, *, labels=None, **hyperparameters) -> nn.Module:
     """Build a method's loss by name.
+
+    Parameters
+    ----------
+    name : str
+        One of ``METHODS``.
+    num_classes, feature_dim : int
+        K and D.
+    labels : Tensor, optional
+        [M], int64: those of all training examples, of which methods that know class frequencies take their ``counts``.
+        Without labels and ``counts`` such a method takes classes to be equally frequent.
+    **hyperparameters
+        Of the method.
 
     Raises
     ------
@@ -105,8 +117,10 @@ def build_method(name: str, num_classes: int, feature_dim: int, **hyperparameter
     if name not in METHODS:
         raise ValueError(f"method is {name!r}; expected one of {', '.join(METHODS)}.")
     build = METHODS[name].build
-    parameters = inspect.signature(build).parameters.values()
-    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    parameters = inspect.signature(build).parameters
+    needed = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if labels is not None and "counts" in parameters:
+        hyperparameters = {"counts": labels.bincount(minlength=num_classes).tolist()} | hyperparameters
     if missing := [key for key in needed if key not in hyperparameters]:
         raise ValueError(f"method {name!r} needs {' and '.join(missing)}, which no default can replace.")
     try:

@@ -17,7 +17,7 @@ from mr2_core.training import BatchLoader, Settings, fit, share, stream
 
 HEADS = ("linear", "cosine")
 METHODS = ("erm", "uniform", "mr2", "mr2-weighted", "mr2-placebo")
-VOID = ("label_smoothing", "representation_weight", "representation", "warmup", "decay")
+VOID = ("representation_weight", "representation", "warmup", "decay")
 LOGITS_IN_CACHE = 2_000_000
 OF_FEATURES = ("supcon", "supcon-two-stage", "center")
 
@@ -229,7 +229,8 @@ def _solve(features, labels, margins, decay, class_weights, head, tolerance, max
 
     # At W = 0 every class has probability 1/K, and up to what the classes share the Hessian is this for each of them.
     curvature = (inputs.mT * importance[:, None]) @ inputs / (size * num_classes)
-    smallest = torch.finfo(features.dtype).eps * curvature.diagonal(dim1=1, dim2=2).mean(dim=1)
+    # With fewer images than features it is singular, and rounding moves its eigenvalues by a share of their sum.
+    smallest = 10 * torch.finfo(features.dtype).eps * curvature.diagonal(dim1=1, dim2=2).sum(dim=1)
     factor = torch.linalg.cholesky(curvature + torch.diag_embed(decay[:, None] * penalised + smallest[:, None]))
 
     def precondition(flat):
@@ -237,7 +238,7 @@ def _solve(features, labels, margins, decay, class_weights, head, tolerance, max
 
     start = features.new_zeros(runs, num_classes, inputs.shape[2])
     if head == "cosine":
-        start.scatter_add_(1, labels[..., None].expand_as(features), features)
+        start.scatter_reduce_(1, labels[..., None].expand_as(features), features, "mean", include_self=False)
         start = F.normalize(start - start.mean(dim=1, keepdim=True), dim=2)
     solution, iterations = minimise(objective, start.flatten(1), precondition, tolerance, max_iterations)
     weight = on_the_head(solution)
@@ -306,6 +307,8 @@ def minimise(
             if good.all():
                 break
             step, slope = (torch.where(good, part, part / 2) for part in (step, slope))
+        else:
+            new_value, new_gradient = look(x + step)  # at the step that is taken
         change = new_gradient - gradient
         bend = dot(step, change)
         curved = bend > rounding * step.norm(dim=1, keepdim=True) * change.norm(dim=1, keepdim=True)
@@ -315,7 +318,7 @@ def minimise(
     left = (gradient.norm(dim=1, keepdim=True) / goal * tolerance).max().item()
     raise RuntimeError(
         f"after {max_iterations} steps a gradient is still {left:.1e} of what it was at the start, expected at most "
-        f"{tolerance:.1e}: allow more steps, or more weight decay."
+        f"{tolerance:.1e}: take float64 features, a larger tolerance or more weight decay, or allow more steps."
     )
 
 
@@ -378,7 +381,7 @@ def train_probe(
     torch.manual_seed(stream(seed, "initialisation").initial_seed())
     model = Classifier(nn.Identity(), nn.Linear(features.shape[1], num_classes))
     torch.manual_seed(stream(seed, "method").initial_seed())
-    loss = build_method(method, num_classes, features.shape[1], **options)
+    loss = build_method(method, num_classes, features.shape[1], labels=labels.cpu(), **options)
     loader = FeatureLoader(features, labels, batch_size=settings.batch_size, seed=seed)
     history = fit(model, loss, loader, settings, progress=False)
     return Probe(model.head.weight.detach(), model.head.bias.detach(), len(history) * len(loader))

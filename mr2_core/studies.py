@@ -299,7 +299,9 @@ def execute(run: Run, *, device: str = "cpu", workers: int = 4, progress: bool =
     torch.manual_seed(stream(run.seed, "initialisation").initial_seed())
     model = build_model(c["model"], num_classes, head=c["head"])
     torch.manual_seed(stream(run.seed, "method").initial_seed())
-    loss = build_method(c["method"], num_classes, model.head.in_features, **c["hyperparameters"])
+    loss = build_method(
+        c["method"], num_classes, model.head.in_features, labels=loader.labels.cpu(), **c["hyperparameters"]
+    )
 
     def evaluate(part):
         labels, batches = images[part]

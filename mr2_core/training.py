@@ -39,7 +39,7 @@ class Settings:
         Factor in (0, 1] by which the learning rate falls from block to block, from the output to the input, for
         fine-tuning (:func:`mr2_core.training.layer_groups`); 1 is off.
     clip : float
-        Largest norm of the whole gradient; 0 leaves it alone.
+        Largest norm of the whole gradient, with that of the loss's own parameters; 0 leaves it alone.
     precision : {"float32", "bf16", "fp16"}
         What autocast computes in; parameters and statistics stay float32.
     augment : tuple of str
@@ -180,9 +180,9 @@ class BatchLoader:
     def epoch(self, epoch: int, start: int = 0, view: int = 0):
         """Yield the batches of one epoch from batch ``start`` on: images float32 [B, C, H, W] and labels [B].
 
-        Each ``view`` crops, flips and cuts out the same images in another way.
+        Each ``view`` augments the same images in another way.
         """
-        images = self.autoaugmented(epoch) if "autoaugment" in self.augment else self.images
+        images = self.autoaugmented(epoch, view) if "autoaugment" in self.augment else self.images
         for step, chosen in enumerate(self.order(epoch, start), start):
             position = (epoch, step, view) if view else (epoch, step)
             generator = stream(self.seed, "augmentation", *position, device=self.device)
@@ -194,7 +194,7 @@ class BatchLoader:
         for images in self.images[:, rows, columns].split(self.batch_size):
             yield self.normalise(images)
 
-    def autoaugmented(self, epoch: int) -> Tensor:
+    def autoaugmented(self, epoch: int, view: int = 0) -> Tensor:
         """Apply a random sub-policy to each of 400 random parts of the images, as in :class:`Settings`.
 
         Crop and flip follow, and pixels that a shift uncovers get the mean colour, as in the code of the authors.
@@ -207,7 +207,8 @@ class BatchLoader:
         inner = images[:, rows, columns].permute(0, 3, 1, 2)
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global stream
             # The stream after the last batch's, since those of the batches are taken.
-            torch.default_generator.set_state(stream(self.seed, "augmentation", epoch, len(self)).get_state())
+            position = (epoch, len(self), view) if view else (epoch, len(self))
+            torch.default_generator.set_state(stream(self.seed, "augmentation", *position).get_state())
             for part in torch.randperm(len(images)).tensor_split(min(400, len(images))):
                 inner[part] = policy(inner[part])
         return images
@@ -227,10 +228,13 @@ class BatchLoader:
             rows, columns = rows + draw(2 * self.pad + 1), columns + draw(2 * self.pad + 1)
         batch = self.normalise(images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]])
         if "cutout" in self.augment:
-            half = self.width // 8
-            hole_rows = (torch.arange(self.height, device=self.device) - draw(self.height)).abs() < half
-            hole_columns = (torch.arange(self.width, device=self.device) - draw(self.width)).abs() < half
-            batch = batch.masked_fill((hole_rows[:, :, None] & hole_columns[:, None, :])[:, None], 0)
+            side = self.width // 4
+
+            def hole(size: int) -> Tensor:
+                shift = torch.arange(size, device=self.device) - draw(size) + side // 2
+                return (shift >= 0) & (shift < side)
+
+            batch = batch.masked_fill((hole(self.height)[:, :, None] & hole(self.width)[:, None, :])[:, None], 0)
         return batch
 
 
@@ -465,7 +469,7 @@ def fit(
                         parameter.grad = summed(parameter.grad) / processes
                 if settings.clip:
                     scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+                    nn.utils.clip_grad_norm_([*model.parameters(), *loss.parameters()], settings.clip)
                 scaler.step(optimizer)
                 scaler.update()
                 loss_sum += total.detach() * len(labels)
@@ -505,6 +509,7 @@ def fit(
                     with path.with_suffix(".jsonl").open("a") as log:
                         log.write(json.dumps(record) + "\n")
             if summed(torch.tensor(int(stop.requested))):
+                check_finite(torch.tensor(state["loss_sum"]), rate)
                 save()
                 kept = (
                     f"its state is in {path}; run the same command to go on" if path else "no checkpoint was asked for"

@@ -409,7 +409,13 @@ def test_other_features_are_not_written_over(small_pieces, tmp_path, monkeypatch
     (tmp_path / "y.npz").write_bytes(b"notes")
     with pytest.raises(DataError, match=r"y\.npz exists and holds something else"):
         extract.extract("digits", "tiny", out=tmp_path / "y.npz")
-    with pytest.raises(DataError, match="cannot be made .*: free or unlock it, or name another file"):
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    for name in ("empty.npz", "array.npz"):
+        with pytest.raises(DataError, match=f"{name} exists and holds something else"):
+            extract.extract("digits", "tiny", out=tmp_path / name)
+    with pytest.raises(DataError, match="cannot be made .*: free or unlock its folder, or name another file"):
         extract.extract("digits", "tiny", out=tmp_path / "y.npz" / "z.npz")
 
 
@@ -438,4 +444,38 @@ def test_joining_takes_the_memory_of_a_piece(tmp_path):
     with np.load(tmp_path / "x.npz") as file:
         assert file["x_train"].shape == (30_000, 500)
         np.testing.assert_array_equal(file["x_train"][7000:8000], rows + np.float16(7))
-    assert not pieces.exists()
+    with pytest.raises(DataError, match="x.pieces holds 30000 of 30001 train images: delete it and run"):
+        extract.join(pieces, tmp_path / "y.npz", {"x_train": ("train", 30_001, 500)}, {})
+    assert not (tmp_path / "y.npz").exists()
+
+
+def test_two_callers_do_not_write_one_file(small_pieces, monkeypatch):
+    plain, said = Tiny.forward, []
+
+    def forward(self, images):
+        if not said:
+            with pytest.raises(DataError) as refusal:
+                extract.extract("digits", "tiny")
+            said.append(str(refusal.value))
+        return plain(self, images)
+
+    monkeypatch.setattr(Tiny, "forward", forward)
+    out = extract.extract("digits", "tiny")
+    assert said == [f"another process is writing {out}: wait for it, then run the same command again"]
+    assert contents(out)[0]["x_train"].shape[1] == 5
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_other_images_of_the_same_names_are_other_data(small_pieces, tmp_path, photograph):
+    for root, left in (("one", 0), ("two", 40)):
+        for part in ("train", "test"):
+            for label in "ab":
+                (tmp_path / root / part / label).mkdir(parents=True)
+                photograph.crop((left, 0, left + 50, 50)).save(tmp_path / root / part / label / "0001.png")
+    out = extract.extract("folder", "tiny", root=tmp_path / "one", out=tmp_path / "x.npz")
+    with pytest.raises(DataError, match="holds something else"):
+        extract.extract("folder", "tiny", root=tmp_path / "two", out=out)
+    (tmp_path / "x.npz.0123456789ab.pieces").mkdir()  # of images that were replaced since
+    out.unlink()
+    extract.extract("folder", "tiny", root=tmp_path / "two", out=out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "x.npz"]

@@ -556,6 +556,32 @@ def test_two_processes_weigh_the_whole_batch_as_one_would(tmp_path):
             torch.testing.assert_close(found[name][2], buffers)
 
 
+def stages_in_a_group(rank, port, folder):
+    """An epoch of each method with a second network or stage, in one of two processes."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    settings = Settings(epochs=1, batch_size=18, precision="float32")
+    with training.process_group("cpu"):
+        for name in ("jtt", "lff", "supcon-two-stage"):
+            model, loss = network(name, **NEEDED.get(name, {}))
+            start = copy.deepcopy(model.head.state_dict())
+            fit(model, loss, loader(), settings, progress=False)
+            torch.save([start, model.state_dict()], folder / f"{name}-{rank}.pt")
+
+
+def test_methods_with_stages_train_in_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
+    torch.multiprocessing.start_processes(stages_in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
+    for name in ("jtt", "lff", "supcon-two-stage"):
+        (start, first), (_, second) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        assert not torch.equal(first["head.weight"], start["weight"])
+
+
 # Corners
 
 
@@ -813,3 +839,15 @@ def test_second_network_of_lff_is_trained():
     assert set(steps) == {4}
     assert not any(torch.equal(states["model"][key], states["biased"][key]) for key in ("head.weight", "head.bias"))
     assert all(parameter.grad is not None for parameter in loss.biased.parameters())
+
+
+def test_second_network_of_lff_has_other_weights_in_every_layer_or_says_which_it_cannot_draw():
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(8, 2)
+    loss = build("lff")
+    loss.begin(layer, None, None)
+    for (name, old), new in zip(layer.named_parameters(), loss.biased.parameters(), strict=True):
+        assert name.endswith("bias") or (old != new).all(), name  # biases may start at zero
+    layer.register_parameter("position", torch.nn.Parameter(torch.randn(3)))
+    with pytest.raises(ValueError, match="lff cannot draw position anew: give its module a method reset_parameters"):
+        build("lff").begin(layer, None, None)

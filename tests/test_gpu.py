@@ -114,3 +114,25 @@ with process_group("cuda") as device:
     single = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | single, capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["cuda:0 3.0"] * 2, done.stderr
+
+
+def test_a_signal_keeps_no_checkpoint_that_is_not_finite(tmp_path):
+    """On a GPU losses are looked at every hundred steps, and a signal may come between."""
+    model, loss, batches = *network(), 0
+
+    def spoil(*_):
+        nonlocal batches
+        batches += 1
+        if batches == 8:  # of the second epoch of six steps
+            with torch.no_grad():
+                model.head.weight.fill_(torch.nan)
+        if batches == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    model.register_forward_pre_hook(spoil)
+    settings = Settings(epochs=3, batch_size=100, precision="float32", augment=())
+    with pytest.raises(FloatingPointError, match="the last good checkpoint is"):
+        fit(model, loss, loader(GPU), settings, checkpoint=tmp_path / "run.pt", progress=False)
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert saved["state"]["epoch"] == 1
+    assert all(value.isfinite().all() for value in saved["model"].values())

@@ -44,12 +44,10 @@ def test_interface(name):
     assert 1900 < METHODS[name].year < 2100
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_erm_is_cross_entropy(smoothing):
+def test_erm_is_cross_entropy():
     logits, features, labels = batch()
-    truth = (1 - smoothing) * F.one_hot(labels, K) + smoothing / K
-    expected = -(truth * logits.log_softmax(dim=1)).sum(dim=1).mean()
-    out = build_method("erm", K, D, label_smoothing=smoothing)(logits, features, labels)
+    expected = -(F.one_hot(labels, K) * logits.log_softmax(dim=1)).sum(dim=1).mean()
+    out = build_method("erm", K, D)(logits, features, labels)
     torch.testing.assert_close(out.logit, expected)
     assert out.total == out.logit
     assert out.representation == 0
@@ -58,13 +56,8 @@ def test_erm_is_cross_entropy(smoothing):
     torch.testing.assert_close(half.total, F.cross_entropy(logits.bfloat16().float(), labels))
 
 
-def test_erm_does_not_smooth_by_default():
-    logits, features, labels = batch()
-    assert build_method("erm", K, D)(logits, features, labels).total == F.cross_entropy(logits, labels)
-
-
 def test_uniform_margins():
-    loss = build_method("uniform", K, D, mean_margin=1.5, warmup=0)
+    loss = build_method("uniform", K, D, mean_margin=1.5)
     logits, features, labels = batch()
     out = loss(logits, features, labels)
     assert loss.statistics.spread.unique().numel() == K
@@ -147,3 +140,17 @@ def test_placebo_s_permutation_follows_the_seed_of_its_run():
 def test_bad_input(name, options, says):
     with pytest.raises(ValueError, match=f"^{says}"):
         build_method(name, K, D, **options)
+
+
+def test_methods_that_know_class_frequencies_count_the_labels_they_are_given():
+    labels = torch.repeat_interleave(torch.arange(K), torch.tensor([40, 20, 10, 5, 5][:K]))
+    counts = labels.bincount(minlength=K).tolist()
+    for name in ("class-balanced", "ldam", "ldam-drw", "logit-adjustment", "eql", "vs", "ldt"):
+        given, counted = build_method(name, K, D, counts=counts), build_method(name, K, D, labels=labels)
+        logits, features, targets = batch()
+        assert counted(logits, features, targets) == given(logits, features, targets)
+        equal = build_method(name, K, D, counts=[7] * K)
+        assert build_method(name, K, D, labels=labels, counts=[7] * K)(logits, features, targets) == equal(
+            logits, features, targets
+        ), "counts that are given come first"
+    assert type(build_method("erm", K, D, labels=labels)).__name__ == "ERM"

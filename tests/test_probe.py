@@ -283,7 +283,7 @@ class TestMargins:
         [
             ("focal", {}, "method is 'focal'; the probe knows erm, uniform, mr2, mr2-weighted, mr2-placebo"),
             ("mr2", {"warmup": 3, "decay": 0.5}, "a probe has no decay, warmup: its features are frozen"),
-            ("erm", {"label_smoothing": 0.1}, "a probe has no label_smoothing"),
+            ("mr2", {"representation": "printed"}, "a probe has no representation"),
             ("mr2", {"statistic": "norm"}, "statistic is 'norm'"),
         ],
     )
@@ -521,3 +521,25 @@ def test_a_recorded_run_can_be_repeated():
         assert (recorded["prediction"] == arrays["prediction"]).mean() > 0.999
     law = class_margins(torch.tensor(record["margins"]), exponent=1.0)
     torch.testing.assert_close(law, torch.tensor(record["margins"]), atol=1e-3, rtol=0)
+
+
+def test_fewer_images_than_features_are_solved():
+    """Float32 rounding makes the first guess of the curvature indefinite; float64 is the reference."""
+    generator = torch.Generator().manual_seed(0)
+    features = 20 + torch.randn(100, 1280, generator=generator)
+    labels = torch.arange(100) % K
+    solved = fit_probe(features, labels, torch.ones(K), 1e-3)
+    reference = fit_probe(features.double(), labels, torch.ones(K), 1e-3, tolerance=1e-8)
+    torch.testing.assert_close(
+        solved.logits(features).softmax(dim=1), reference.logits(features.double()).softmax(dim=1).float(),
+        rtol=0, atol=1e-2,
+    )  # fmt: skip
+
+
+def test_a_head_trained_by_steps_knows_class_frequencies():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.repeat_interleave(torch.arange(2), torch.tensor([190, 10]))
+    features = torch.randn(200, 4, generator=generator) + labels[:, None]
+    settings = TrainedProbeSettings(epochs=2, batch_size=50, learning_rate=0.1, weight_decay=1e-3)
+    plain, adjusted = (train_probe(features, labels, 2, name, settings, seed=0) for name in ("erm", "logit-adjustment"))
+    assert (adjusted.predict(features) == 1).sum() > (plain.predict(features) == 1).sum()

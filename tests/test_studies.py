@@ -20,6 +20,7 @@ from scipy import stats
 from mr2_core import studies
 from mr2_core.__main__ import duration, main, shard
 from mr2_core.data import load_dataset
+from mr2_core.methods import build_method
 from mr2_core.studies import (
     Run,
     correct,
@@ -324,6 +325,15 @@ def test_a_study_of_ones_own_arrays(study, tmp_path, monkeypatch):
     first, second = (execute(run, progress=False) for run in runs)
     assert first["test_by_class"] == second["test_by_class"]
     assert first["identity"] != second["identity"]
+
+
+def test_a_method_is_told_the_labels_it_is_trained_on(study, tmp_path, monkeypatch):
+    run, seen, plain = read_study(study(), tmp_path)[0], [], build_method
+    monkeypatch.setattr(
+        "mr2_core.studies.build_method", lambda *a, labels, **more: seen.append(labels) or plain(*a, **more)
+    )
+    execute(run, progress=False)
+    assert [labels.bincount().tolist() for labels in seen] == [[20] * 10]
 
 
 def test_a_study_of_images_on_disk(study, tmp_path, monkeypatch):

@@ -82,7 +82,18 @@ class TestLoader:
         changed = (plain != cut)[:, 0]
         assert (cut[:, 0][changed] == 0).all()
         assert changed.any(dim=(1, 2)).sum() > 50
-        assert changed.sum(dim=(1, 2)).max() <= 4
+        sizes = changed.sum(dim=(1, 2))
+        assert sizes.max() == 4  # a quarter of the width, squared
+        inside = ~changed[:, [0, -1]].any(dim=(1, 2)) & ~changed[:, :, [0, -1]].any(dim=(1, 2)) & (sizes > 0)
+        assert inside.sum() > 20
+        assert (sizes[inside] == 4).all()
+
+    def test_views_of_an_image_differ_in_their_policy(self):
+        ours = loader(augment=("autoaugment",))
+        first, second = (torch.cat([images for images, _ in ours.epoch(0, view=view)]) for view in range(2))
+        assert (first != second).any(dim=(1, 2, 3)).float().mean() > 0.5
+        again = torch.cat([images for images, _ in ours.epoch(0, view=1)])
+        assert torch.equal(second, again)
 
     @pytest.mark.parametrize("channels", [1, 3])
     def test_autoaugment_is_torchvisions_policy_on_each_part_of_the_images(self, channels):
@@ -322,6 +333,26 @@ class TestFit:
         fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
         after = torch.cat([p.detach().flatten() for p in model.parameters()])
         assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+    def test_gradient_clipping_counts_the_parameters_of_the_loss(self):
+        settings = Settings(
+            epochs=1,
+            batch_size=70,
+            momentum=0.0,
+            weight_decay=0.0,
+            warmup_epochs=0,
+            learning_rate=1.0,
+            clip=0.01,
+            precision="float32",
+            augment=(),
+        )
+        modules = network()[0], build_method("supcon", 5, 128)
+        before = [p.detach().clone() for module in modules for p in module.parameters()]
+        fit(*modules, loader(batch_size=70, augment=()), settings, progress=False)
+        after = [p.detach() for module in modules for p in module.parameters()]
+        moved = torch.stack([(new - old).norm() for old, new in zip(before, after, strict=True)])
+        assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+        assert (moved > 0).all()
 
 
 def doubled(loader):

@@ -531,6 +531,15 @@ def two_steps(name, share):
     return total.detach(), head.grad, dict(loss.named_buffers())
 
 
+def in_two_processes(task, folder):
+    """Run ``task(rank, port, folder)`` for two ranks."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
+    torch.multiprocessing.start_processes(task, (port, folder), nprocs=2, start_method="forkserver")
+
+
 def in_a_group(rank, port, folder):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
@@ -542,11 +551,7 @@ def in_a_group(rank, port, folder):
 
 
 def test_two_processes_weigh_the_whole_batch_as_one_would(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
-    torch.multiprocessing.start_processes(in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
+    in_two_processes(in_a_group, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for name in JOINT:
         total, gradient, buffers = two_steps(name, slice(None))
@@ -571,11 +576,7 @@ def stages_in_a_group(rank, port, folder):
 
 
 def test_methods_with_stages_train_in_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["mr2_core.studies", "sklearn.datasets"])  # as in test_studies
-    torch.multiprocessing.start_processes(stages_in_a_group, (port, tmp_path), nprocs=2, start_method="forkserver")
+    in_two_processes(stages_in_a_group, tmp_path)
     for name in ("jtt", "lff", "supcon-two-stage"):
         (start, first), (_, second) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
         torch.testing.assert_close(first, second, rtol=0, atol=0)

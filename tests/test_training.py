@@ -315,7 +315,8 @@ class TestFit:
         ):
             fit(*network(), loader(), settings, progress=False)
 
-    def test_gradient_clipping_bounds_the_step(self):
+    @pytest.mark.parametrize(("method", "options"), [("mr2", {"warmup": 0}), ("supcon", {})])
+    def test_gradient_clipping_bounds_the_step_of_model_and_loss_together(self, method, options):
         settings = Settings(
             epochs=1,
             batch_size=70,
@@ -327,26 +328,7 @@ class TestFit:
             precision="float32",
             augment=(),
         )
-        model, loss = network()
-        loss.warmup = 0
-        before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        fit(model, loss, loader(batch_size=70, augment=()), settings, progress=False)
-        after = torch.cat([p.detach().flatten() for p in model.parameters()])
-        assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
-
-    def test_gradient_clipping_counts_the_parameters_of_the_loss(self):
-        settings = Settings(
-            epochs=1,
-            batch_size=70,
-            momentum=0.0,
-            weight_decay=0.0,
-            warmup_epochs=0,
-            learning_rate=1.0,
-            clip=0.01,
-            precision="float32",
-            augment=(),
-        )
-        modules = network()[0], build_method("supcon", 5, 128)
+        modules = network()[0], build_method(method, 5, 128, **options)
         before = [p.detach().clone() for module in modules for p in module.parameters()]
         fit(*modules, loader(batch_size=70, augment=()), settings, progress=False)
         after = [p.detach() for module in modules for p in module.parameters()]

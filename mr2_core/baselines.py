@@ -740,10 +740,12 @@ class FairDRO(Baseline):
 
     with the mean loss of a class in the batch, 0 where it is absent. The target :math:`q^*` is the worst case in a χ²
     ball of radius ρ for the 0–1 errors :math:`e_k` on the training set, of which :math:`q^*\cdot e` is the mean plus
-    :math:`\sqrt{2\rho}` standard deviations; as in the authors' code a weight may be negative. After each epoch q
-    moves towards it, by a step that falls linearly from 1 to 0. The paper weighs sensitive groups within each class;
-    where classes are the groups only the weighting is left. On balanced data it still differs from ERM: q follows the
-    errors, whatever the frequencies. Only :func:`mr2_core.training.fit` updates q: without it classes weigh alike.
+    :math:`\sqrt{2\rho}` standard deviations; as in the authors' code a weight may be negative. After each epoch q moves
+    towards it, by a step that falls linearly from 1 to 2/E in E epochs. A negative weight asks for errors, and can
+    drive the loss below all bounds; up to :math:`\rho = 1/(2K)` there is none, whatever the errors. The paper weighs
+    sensitive groups within each class; where classes are the groups only the weighting is left. On balanced data it
+    still differs from ERM: q follows the errors, whatever the frequencies. Only :func:`mr2_core.training.fit` updates
+    q: without it classes weigh alike.
 
     Parameters
     ----------

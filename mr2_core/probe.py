@@ -190,7 +190,7 @@ def fit_probe(
     ------
     ValueError, TypeError
         On wrong shapes, types or values.
-    RuntimeError
+    FloatingPointError
         If a run is not solved after ``max_iterations``.
     """
     *problems, single = _checked(features, labels, margins, weight_decay, class_weights, head)
@@ -316,7 +316,7 @@ def minimise(
         scale = torch.where(curved, bend / dot(change, precondition(change)), scale)
         x, value, gradient = x + step, new_value, new_gradient
     left = (gradient.norm(dim=1, keepdim=True) / goal * tolerance).max().item()
-    raise RuntimeError(
+    raise FloatingPointError(
         f"after {max_iterations} steps a gradient is still {left:.1e} of what it was at the start, expected at most "
         f"{tolerance:.1e}: take float64 features, a larger tolerance or more weight decay, or allow more steps."
     )

@@ -425,7 +425,8 @@ def run_study(
     """Do what is missing, ``jobs`` runs at a time; return how many are still missing.
 
     With a ``budget`` in seconds, runs under way are checkpointed when it is spent and go on at the next call. A run
-    that another process is doing is left to it. In a process group all processes share each run. One run at a time uses
+    that another process is doing is left to it, and one that diverges or finds no optimum is named and left out; it
+    keeps no other from its turn. In a process group all processes share each run. One run at a time uses
     as many threads as torch is set to; of several, each uses one. Images that do not fit memory are read by ``workers``
     processes, where several runs share the machine by each of them itself.
 
@@ -509,6 +510,10 @@ def _one(item) -> bool:
             summed(torch.tensor(0))  # nobody goes on before the first process has written
     except filelock.Timeout:
         print(f"{run.study} {run.arm} seed {run.seed} is being done by another process.", flush=True)
+    except FloatingPointError as error:
+        if world()[1] > 1:
+            raise  # the other processes of the group would wait for this one
+        print(f"{run.study} {run.arm} seed {run.seed} has failed: {error}", flush=True)
     except Interrupted as stopped:
         print(stopped, flush=True)
         parent = multiprocessing.parent_process()

@@ -364,6 +364,12 @@ def test_fair_dro_s_best_response_is_the_worst_case_of_its_ball():
     assert torch.equal(loss.best_response(torch.full((K,), 0.25)), torch.full((K,), 1 / K))
 
 
+def test_fair_dro_s_weights_are_positive_for_all_errors_in_a_small_ball_alone():
+    extreme = 1 - torch.eye(K)  # one class has no error, the others no hit
+    assert all((build("fair-dro", radius=1 / (2 * K)).best_response(errors) > 0).all() for errors in extreme)
+    assert all((build("fair-dro", radius=1 / K).best_response(errors) < 0).sum() == 1 for errors in extreme)
+
+
 class Fixed(torch.nn.Module):
     """A model that knows its logits."""
 

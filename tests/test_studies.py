@@ -400,6 +400,19 @@ def test_a_budget_stops_a_run_and_the_same_command_goes_on(study, tmp_path, caps
     assert main(command) == 0
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_diverges_is_named_and_keeps_no_other_from_its_turn(study, tmp_path, capfd, jobs):
+    path = study(text=STUDY.replace("epochs = 2", "epochs = 2\nlearning_rate = 1e30"))
+    command = ["run", str(path), "--seed", "0", "--results", str(tmp_path), "--jobs", str(jobs)]
+    assert main(command) == 3
+    seen = capfd.readouterr().out
+    assert "tiny erm seed 0 has failed: Training became non-finite at epoch 0" in seen
+    assert "1 runs are still missing" in seen
+    runs = {run.arm: run for run in read_study(path, tmp_path) if run.seed == 0}
+    assert runs["mr2"].record  # comes after, with a learning rate of its own
+    assert not runs["erm"].result.exists()
+
+
 def test_threads_are_the_users_or_one_each(study, tmp_path, monkeypatch):
     before, run, seen = torch.get_num_threads(), read_study(study(), tmp_path)[0], []
     torch.set_num_threads(3)

@@ -32,17 +32,26 @@ def main(arguments: list[str] | None = None) -> int:
         default=(0, 1),
         help="i/n: every n-th run from the i-th, counted from 1, as in a job array",
     )
-    report.add_argument("--reference", action="append", help="compare with this arm (default: the study's endpoints)")
+    report.add_argument(
+        "--reference", action="append", help="compare with this arm alone (default: those of the endpoints)"
+    )
     report.add_argument(
         "--ranking", default="all", help="whose validation accuracy makes the thirds, as erm+mr2 (default: all arms)"
     )
-    report.add_argument("--format", choices=("text", "markdown", "latex", "csv"), default="text")
+    report.add_argument(
+        "--format",
+        choices=("text", "markdown", "latex", "csv"),
+        default="text",
+        help="csv has all digits, without the table of all endpoints at once (default: text)",
+    )
     commands.add_parser("list", help="list methods and models")
     extract = commands.add_parser("extract", help="write a pretrained backbone's features of a dataset")
     extract.add_argument("dataset", help="such as cifar100, pets or folder")
     extract.add_argument("name", metavar="backbone", help="such as efficientnet-lite0, mae-b16 or clip-b16")
-    for option, kind in {"root": Path, "out": Path, "weights": Path, "size": int}.items():
-        extract.add_argument(f"--{option}", type=kind)
+    extract.add_argument("--root", type=Path, help="where the images lie (default: the book's data folder)")
+    extract.add_argument("--out", type=Path, help="file to write (default: _runs/features/DATASET-BACKBONE.npz)")
+    extract.add_argument("--weights", type=Path, help="a file of weights in place of the official ones")
+    extract.add_argument("--size", type=int, help="side in pixels (default: that of the backbone)")
     extract.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     extract.add_argument("--workers", type=int, default=0, help="processes that read images (default: 0)")
     options = parser.parse_args(arguments)

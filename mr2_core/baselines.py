@@ -37,6 +37,11 @@ class Baseline(nn.Module):
     ----------
     num_classes, feature_dim : int
         K and D.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As every subclass: if an argument is outside its range or not of its type.
     """
 
     def __init__(self, num_classes: int, feature_dim: int):

@@ -4,6 +4,8 @@ The head is :math:`z = W\varphi(x)` with rows :math:`\lVert w_k\rVert_2 \le \Lam
 fixed before the sample is drawn, of which :math:`n_k` examples belong to class k. The risk is :math:`\sum_k\pi_kR_k`,
 with priors π_k = 1/K (the mean of the class errors) unless others are given, so that an example of class k weighs
 :math:`\omega_k = \pi_k/n_k`, which is 1/N for balanced classes. A chapter of the book proves each step.
+
+On arguments of wrong shapes or out of range every function raises ValueError, and TypeError on wrong types.
 """
 
 import math

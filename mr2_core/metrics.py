@@ -56,7 +56,13 @@ class ClassAccuracies:
         return float(easy - hard)
 
     def worst(self, k):
-        """Mean of the `k` lowest class accuracies, a float; ``worst(1)`` is the minimum."""
+        """Mean of the `k` lowest class accuracies, a float; ``worst(1)`` is the minimum.
+
+        Raises
+        ------
+        ValueError
+            If there are fewer than `k` classes with images, or `k` is below 1.
+        """
         present = np.sort(self.by_class[self.count > 0])
         if not 1 <= operator.index(k) <= len(present):
             raise ValueError(f"k is {k}, expected 1 to {len(present)}, the number of classes with images.")
@@ -71,6 +77,11 @@ class ClassAccuracies:
             All classes, easiest first. To compare runs, take it from *other* runs (see `gap`). The split is that of
             `numpy.array_split` (34, 33, 33 classes for K = 100) after leaving out classes without images; a third
             that gets no class is NaN.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If it does not hold each class once.
         """
         ranking = _integers("ranking", ranking)
         if not np.array_equal(np.sort(ranking), np.arange(len(self.count))):
@@ -136,6 +147,11 @@ class ClassReport(ClassAccuracies):
             Confidence level.
         resamples, seed : int
             Number of draws, and the seed that makes them repeatable.
+
+        Raises
+        ------
+        ValueError
+            If there is no such statistic, or the level or the number of draws is out of range.
         """
         names = ("accuracy", "balanced_accuracy", "by_class", "difference", "gap", "std")
         if not callable(statistic) and statistic not in names:
@@ -150,7 +166,13 @@ class ClassReport(ClassAccuracies):
         return np.moveaxis(np.quantile(values, ends, axis=0), 0, -1)
 
     def wilson(self, level=0.95):
-        """Wilson's score interval of each class accuracy, float64 array [K, 2] (Wilson 1927); NaN without images."""
+        """Wilson's score interval of each class accuracy, float64 array [K, 2] (Wilson 1927); NaN without images.
+
+        Raises
+        ------
+        ValueError
+            If the level is not between 0 and 1.
+        """
         z = ndtri(_ends(level)[1])
         n = np.where(self.count > 0, self.count, np.nan)
         centre = self.by_class + z**2 / (2 * n)

@@ -32,6 +32,11 @@ class ProbeSettings:
         α of :func:`mr2_core.probe.fit_probe`. Several are the trials of a tuning study, judged on validation images.
     tolerance : float
         As in :func:`mr2_core.probe.fit_probe`.
+
+    Raises
+    ------
+    ValueError
+        If a weight decay or the tolerance is no positive, finite number.
     """
 
     weight_decay: float | tuple[float, ...]
@@ -49,6 +54,11 @@ class TrainedProbeSettings(Settings):
     ----------
     weight_decay : float or tuple of float
         Several are the trials of a tuning study, as in :class:`ProbeSettings`.
+
+    Raises
+    ------
+    ValueError
+        If a value is unknown or out of range, or images would be augmented.
     """
 
     weight_decay: float | tuple[float, ...] = 5e-3
@@ -413,6 +423,11 @@ def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | No
     if c["model"] == "probe-sgd" and c["head"] != "linear":
         raise ValueError(f"head is {c['head']!r}; the model probe-sgd has a linear one.")
     data = load_features(c["dataset"].removeprefix("features:"))
+    if "x_validation" not in data:
+        raise ValueError(
+            f"{c['dataset']} has no validation rows; expected x_validation and y_validation beside those of train and "
+            "test: take some of the training rows out and write them to the file under these names."
+        )
     num_classes = len(data["class_names"])
     if not isinstance(settings.weight_decay, list | tuple):
         decays = [settings.weight_decay]

@@ -116,12 +116,20 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
         raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; expected only {', '.join(known)}.")
     if study["kind"] not in KINDS:
         raise ValueError(f"{path}: kind is {study['kind']!r}; expected one of {', '.join(KINDS)}.")
+    if not isinstance(study["seeds"], list) or not all(type(seed) is int and seed >= 0 for seed in study["seeds"]):
+        raise ValueError(f"{path}: seeds is {study['seeds']!r}; expected a list of whole numbers, such as [0, 1, 2].")
+    head = study.get("head", "linear")
+    try:
+        with torch.device("meta"):  # names alone, no weights
+            build_model("compact" if study["model"] in PROBES else study["model"], 2, head=head)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     runs = _reused(study, Path(path), results) if "reused" in study else []
     for seed in study["seeds"]:
         for arm, hyperparameters in study["arms"].items():
-            hyperparameters = dict(hyperparameters)
-            method, training = hyperparameters.pop("method"), hyperparameters.pop("training", {})
             try:
+                hyperparameters = dict(hyperparameters)
+                method, training = hyperparameters.pop("method", None), hyperparameters.pop("training", {})
                 kind = PROBES.get(study["model"], Settings)
                 settings = kind(**(study.get("training", {}) | training))
                 counts = hyperparameters.get("counts")
@@ -136,7 +144,7 @@ def read_study(path: str | os.PathLike, results: str | os.PathLike) -> list[Run]
                 **{key: study[key] for key in ("root", "size") if key in study},
                 "per_class": study.get("per_class"),
                 "model": study["model"],
-                "head": study.get("head", "linear"),
+                "head": head,
                 "method": method,
                 "hyperparameters": hyperparameters,
                 "training": {k: v for k, v in dataclasses.asdict(settings).items() if YOUNGER.get(k) != v},
@@ -185,7 +193,7 @@ def read_endpoints(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path}: endpoints has unknown keys {', '.join(sorted(unknown))}.")
     if unknown := set(endpoints["references"]) - set(arms):
         raise ValueError(f"{path}: endpoints names {', '.join(sorted(unknown))}; the arms are {', '.join(arms)}.")
-    if not endpoints["easy_margin"] > 0:
+    if not isinstance(endpoints["easy_margin"], int | float) or not endpoints["easy_margin"] > 0:
         raise ValueError(f"{path}: easy_margin is {endpoints['easy_margin']!r}; expected a positive number of points.")
     return endpoints
 
@@ -562,6 +570,11 @@ def table(runs: list[Run], *, reference: str, ranking: str = "all", easy_margin:
         third has p < 0.05, and whether the interval of the easy third stays above ``-easy_margin``; looking earlier
         would be looking often, and a descriptive study claims nothing. With several references an arm succeeds where
         it has both against each of them. Tuning runs have differences only.
+
+    Raises
+    ------
+    ValueError
+        If no run of the reference is done, or the ranking names an arm without recorded runs.
     """
     done, order = _done_and_ranking(runs, ranking)
     if not any(arm == reference for arm, _ in done):
@@ -640,7 +653,7 @@ def joint(
     Raises
     ------
     ValueError
-        If a run is missing.
+        If a run is missing, or the ranking names an unknown arm.
     """
     done, order = _done_and_ranking(runs, ranking)
     if missing := len(runs) - len(done):

@@ -31,10 +31,16 @@ class Settings:
 
     Attributes
     ----------
+    epochs, batch_size : int
+        Passes over the training images, and images a step (of all processes together).
     optimizer : {"sgd", "adamw"}
         SGD with Nesterov momentum, or AdamW.
+    weight_decay, momentum : float
+        Of the optimiser; a weight decay of 0 is off, and AdamW takes its own momentum.
     learning_rate : float
         Peak of a linear warm-up over ``warmup_epochs`` followed by a half cosine to 0, set at every step.
+    warmup_epochs : float
+        Length of the warm-up, also in parts of an epoch.
     layer_decay : float
         Factor in (0, 1] by which the learning rate falls from block to block, from the output to the input, for
         fine-tuning (:func:`mr2_core.training.layer_groups`); 1 is off.
@@ -46,6 +52,13 @@ class Settings:
         Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width) and
         ``autoaugment``, the policy that Cubuk et al. (2019) found for CIFAR: before each epoch the images are dealt
         into 400 random parts, and those of a part share their sub-policy, which saves nearly all of its cost.
+    compile : bool
+        Whether ``torch.compile`` prepares the model.
+
+    Raises
+    ------
+    ValueError
+        If a value is unknown or out of range.
     """
 
     epochs: int = 20
@@ -69,6 +82,10 @@ class Settings:
         for name in ("epochs", "batch_size", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number.")
+        for name in ("weight_decay", "momentum", "warmup_epochs", "clip"):
+            value, limit = getattr(self, name), 1 if name == "momentum" else math.inf
+            if not isinstance(value, list | tuple) and not 0 <= value < limit:  # several are the trials of a probe
+                raise ValueError(f"{name} is {value}; expected a number of at least 0, and below {limit}.")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay is {self.layer_decay}; expected a factor in (0, 1], where 1 is off.")
         unknown = set(self.augment) - set(AUGMENTATIONS)
@@ -275,7 +292,21 @@ def predict(
     mean=CIFAR100_MEAN,
     std=CIFAR100_STD,
 ):
-    """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode."""
+    """Logits [N, K] and features [N, D], float32 arrays, of uint8 images [N, H, W, C] in ``eval()`` mode.
+
+    Parameters
+    ----------
+    model : Module
+        Maps images to ``(logits, features)``, on the device.
+    images : ndarray
+        Pixels from 0 to 255.
+    device, precision : str
+        Where it computes, and in what, as in :class:`mr2_core.training.Settings`.
+    batch_size : int
+        Images at a time.
+    mean, std : tuple of float
+        Of each channel of the training images, as parts of 255; CIFAR-100's by default.
+    """
     batches = standardised(images, device=device, batch_size=batch_size, mean=mean, std=std)
     return predict_batches(model, batches, precision)
 

@@ -408,6 +408,12 @@ class TestStudy:
         assert not run.result.with_suffix(".npz").exists()
         assert run.record == json.loads(json.dumps(record))
 
+    def test_features_without_validation_rows_are_refused(self, made, study, tmp_path):
+        run = read_study(study(), tmp_path)[0]
+        del made["x_validation"], made["y_validation"]
+        with pytest.raises(ValueError, match="has no validation rows; expected x_validation and y_validation beside"):
+            execute(run)
+
     @pytest.mark.parametrize("head", ["linear", "cosine"])
     def test_a_run_is_what_fit_probe_gives(self, made, study, tmp_path, head):
         run = read_study(study(head=head), tmp_path)[3]

@@ -99,6 +99,13 @@ def test_a_setting_younger_than_recorded_runs_is_in_no_identity_until_it_is_used
         ("epochs = 2", "epoch = 2", "unexpected keyword argument 'epoch'"),
         ("learning_rate = 0.05", "learning_rate = 0", "arm mr2: learning_rate is 0; expected a positive number"),
         ("seeds = [0, 1]", "seeds = [0, 1", "is not valid TOML"),
+        ("seeds = [0, 1]", "seeds = 2", "seeds is 2; expected a list of whole numbers"),
+        ("seeds = [0, 1]", 'seeds = ["0"]', "seeds is .'0'.; expected a list of whole numbers"),
+        ("seeds = [0, 1]", 'seeds = [0]\nhead = "round"', "head is 'round'; expected one of linear, cosine"),
+        ('model = "compact-grey"', 'model = "compakt"', "model is 'compakt'; expected one of compact"),
+        ('method = "erm"', "", "arm erm: method is None; expected one of erm"),
+        ("epochs = 2", "epochs = 2\nweight_decay = -1", "weight_decay is -1; expected a number of at least 0"),
+        ("epochs = 2", "epochs = 2\nmomentum = 1", "momentum is 1; expected a number of at least 0, and below 1"),
         ("seeds = [0, 1]", "seeds = [0, 1]\nsize = 16", r"augment is \(\); expected crop and flip with a size"),
     ],
 )
@@ -276,6 +283,7 @@ def test_endpoints(study, tmp_path):
     for old, new, sentence in (
         ('["mr2"]', '["mr3"]', "endpoints names mr3; the arms are erm, mr2"),
         ("0.5", "0", "easy_margin is 0; expected a positive number"),
+        ("0.5", '"1"', "easy_margin is '1'; expected a positive number"),
         ("easy_margin", "margin", "endpoints has unknown keys margin"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -273,7 +273,7 @@ class MR2Loss(nn.Module):
     logit_loss = staticmethod(margin_cross_entropy)
 
     def forward(self, logits: Tensor, features: Tensor, labels: Tensor) -> MR2Output:
-        """Return the three scalars of :class:`MR2Output` for logits [B, K], features [B, D] and labels [B]."""
+        """Return ``total``, ``logit``, ``representation`` (scalars) for logits [B, K], features [B, D], labels [B]."""
         check_rows("logits", logits, width=self.statistics.num_classes)
         check_labels(labels, *logits.shape)
         check_rows("features", features, len(logits), self.statistics.feature_dim)

@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="i/n: every n-th run from the i-th, counted from 1, as in a job array",
     )
     report.add_argument(
-        "--reference", action="append", help="compare with this arm alone (default: those of the endpoints)"
+        "--reference",
+        action="append",
+        help="compare with this arm, without the table of all endpoints at once (default: those of the endpoints)",
     )
     report.add_argument(
         "--ranking", default="all", help="whose validation accuracy makes the thirds, as erm+mr2 (default: all arms)"
@@ -48,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     extract = commands.add_parser("extract", help="write a pretrained backbone's features of a dataset")
     extract.add_argument("dataset", help="such as cifar100, pets or folder")
     extract.add_argument("name", metavar="backbone", help="such as efficientnet-lite0, mae-b16 or clip-b16")
-    extract.add_argument("--root", type=Path, help="where the images lie (default: the book's data folder)")
+    where = "where the images lie (default: raw in the book's data folder; for cifar100 that folder itself)"
+    extract.add_argument("--root", type=Path, help=where)
     extract.add_argument("--out", type=Path, help="file to write (default: _runs/features/DATASET-BACKBONE.npz)")
     extract.add_argument("--weights", type=Path, help="a file of weights in place of the official ones")
     extract.add_argument("--size", type=int, help="side in pixels (default: that of the backbone)")

@@ -250,6 +250,7 @@ def _estimate(values: Tensor) -> Estimate:
 
 def _weights(counts: Tensor, priors: Tensor | None) -> Tensor:
     """ω_k = π_k/n_k: [K], float64."""
+    _check_tensors(counts=counts, priors=counts if priors is None else priors)
     if counts.ndim != 1 or len(counts) == 0 or counts.min() < 1:
         raise ValueError(f"counts is {counts.tolist()}; expected [K], at least 1 example of each class.")
     if priors is None:
@@ -262,12 +263,19 @@ def _weights(counts: Tensor, priors: Tensor | None) -> Tensor:
 def _terms(spread: Tensor, counts: Tensor, margins: Tensor, weight_norm: float, priors: Tensor | None) -> Tensor:
     """ω_k √(n_k a_k)/γ_k: [K], whose squares the first chain adds up and the second the terms themselves."""
     _check_fixed(margins, weight_norm)
+    _check_tensors(spread=spread, counts=counts)
     if not spread.shape == counts.shape == margins.shape:
         shapes = ", ".join(str(list(vector.shape)) for vector in (spread, counts, margins))
         raise ValueError(f"spread, counts and margins have shapes {shapes}; expected one number a class in each.")
     if not 0 <= spread.min() <= spread.max() < math.inf:
         raise ValueError(f"spread lies in {spread.min()} … {spread.max()}; expected finite numbers of at least 0.")
     return _weights(counts, priors) * (counts * spread.double()).sqrt() / margins
+
+
+def _check_tensors(**vectors: Tensor) -> None:
+    for name, vector in vectors.items():
+        if not isinstance(vector, Tensor):
+            raise TypeError(f"{name} has type {kind(vector)}; expected a tensor [K].")
 
 
 def _check_sample(rows: Tensor, labels: Tensor, margins: Tensor, name: str, weight_norm: float = 0) -> None:

@@ -60,8 +60,8 @@ class ClassAccuracies:
 
         Raises
         ------
-        ValueError
-            If there are fewer than `k` classes with images, or `k` is below 1.
+        ValueError, TypeError
+            If `k` is no integer from 1 to the number of classes with images.
         """
         present = np.sort(self.by_class[self.count > 0])
         if not 1 <= operator.index(k) <= len(present):
@@ -80,7 +80,7 @@ class ClassAccuracies:
 
         Raises
         ------
-        ValueError, TypeError
+        ValueError
             If it does not hold each class once.
         """
         ranking = _integers("ranking", ranking)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mr2_core.data import load_features, subset_per_class
+from mr2_core.data import DataError, load_features, subset_per_class
 from mr2_core.methods import build_method
 from mr2_core.metrics import ClassReport
 from mr2_core.models import Classifier
@@ -57,7 +57,7 @@ class TrainedProbeSettings(Settings):
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         If a value is unknown or out of range, or images would be augmented.
     """
 
@@ -131,8 +131,9 @@ def exact_margins(
 
     Raises
     ------
-    ValueError
-        If the method is none of these, and on hyperparameters that it does not have or that frozen features make void.
+    ValueError, TypeError
+        If the method is none of these, on hyperparameters that it does not have or that frozen features make void, and
+        on wrong shapes, types or values.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; the probe knows {', '.join(METHODS)}.")
@@ -418,13 +419,20 @@ def run_probe(configuration: dict, device: str = "cpu") -> tuple[dict, dict | No
     arrays : dict or None
         ``label`` and ``prediction`` of the test images, sorted by class, which compresses them to a quarter; None when
         tuning, which never reads them.
+
+    Raises
+    ------
+    DataError
+        If the features are missing, or have no validation rows.
+    ValueError
+        If the head is not linear under ``probe-sgd``, or there are several weight decays outside a tuning study.
     """
     c, settings = configuration, PROBES[configuration["model"]](**configuration["training"])
     if c["model"] == "probe-sgd" and c["head"] != "linear":
         raise ValueError(f"head is {c['head']!r}; the model probe-sgd has a linear one.")
     data = load_features(c["dataset"].removeprefix("features:"))
     if "x_validation" not in data:
-        raise ValueError(
+        raise DataError(
             f"{c['dataset']} has no validation rows; expected x_validation and y_validation beside those of train and "
             "test: take some of the training rows out and write them to the file under these names."
         )

@@ -653,11 +653,13 @@ def joint(
     Raises
     ------
     ValueError
-        If a run is missing, or the ranking names an unknown arm.
+        If a run is missing, or a reference or the ranking names an unknown arm.
     """
     done, order = _done_and_ranking(runs, ranking)
     if missing := len(runs) - len(done):
         raise ValueError(f"{missing} of {len(runs)} runs are not done; a success is judged once all of them are.")
+    if unknown := set(references) - {arm for arm, _ in done}:
+        raise ValueError(f"references holds {', '.join(sorted(unknown))}; expected arms of the study.")
     seeds = sorted({run.seed for run in runs})
     right = {arm: np.stack([correct(done[arm, seed]).astype(float) for seed in seeds]) for arm, _ in done}
     rows = {}

@@ -10,12 +10,15 @@ import signal
 import sys
 import time
 import warnings
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from mr2_core.statistics import check_integer
 
 # Mean and standard deviation of CIFAR-100's training pixels by channel, on the scale 0 … 1; tests recompute them.
 CIFAR100_MEAN = (0.5071, 0.4865, 0.4409)
@@ -57,7 +60,7 @@ class Settings:
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         If a value is unknown or out of range.
     """
 
@@ -79,13 +82,17 @@ class Settings:
         for name, allowed in (("optimizer", ("sgd", "adamw")), ("precision", ("float32", "bf16", "fp16"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
-        for name in ("epochs", "batch_size", "learning_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number.")
-        for name in ("weight_decay", "momentum", "warmup_epochs", "clip"):
-            value, limit = getattr(self, name), 1 if name == "momentum" else math.inf
-            if not isinstance(value, list | tuple) and not 0 <= value < limit:  # several are the trials of a probe
-                raise ValueError(f"{name} is {value}; expected a number of at least 0, and below {limit}.")
+        for name in ("epochs", "batch_size"):
+            check_integer(name, getattr(self, name), 1)
+        if not (isinstance(self.learning_rate, Real) and 0 < self.learning_rate < math.inf):
+            raise ValueError(f"learning_rate is {self.learning_rate!r}; expected a positive number.")
+        ranges = {"weight_decay": math.inf, "momentum": 1, "warmup_epochs": math.inf, "clip": math.inf}
+        if type(self) is not Settings:
+            del ranges["weight_decay"]  # several are the trials of a probe, which looks at them itself
+        for name, limit in ranges.items():
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= value < limit):
+                raise ValueError(f"{name} is {value!r}; expected a number of at least 0, and below {limit}.")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay is {self.layer_decay}; expected a factor in (0, 1], where 1 is off.")
         unknown = set(self.augment) - set(AUGMENTATIONS)
@@ -165,6 +172,11 @@ class BatchLoader:
         Of the order and the augmentation; both are functions of (seed, epoch, step).
     mean, std : tuple of float
         By channel, on the scale 0 … 1.
+
+    Raises
+    ------
+    ValueError
+        If images and labels are none, or not equally many, or the processes of a group do not divide a batch.
     """
 
     def __init__(

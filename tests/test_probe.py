@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mr2_core import class_margins, margin_cross_entropy
 from mr2_core.__main__ import main
-from mr2_core.data import subset_per_class
+from mr2_core.data import DataError, subset_per_class
 from mr2_core.methods import METHODS
 from mr2_core.models import CosineHead
 from mr2_core.probe import (
@@ -291,6 +291,10 @@ class TestMargins:
         with pytest.raises(ValueError, match=sentence):
             exact_margins(method, self.features, self.labels, K, **hyperparameters)
 
+    def test_labels_of_another_type_are_refused(self):
+        with pytest.raises(TypeError, match=r"labels has type torch.float64; expected class indices"):
+            exact_margins("mr2", self.features, self.labels.double(), K)
+
 
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
@@ -411,7 +415,7 @@ class TestStudy:
     def test_features_without_validation_rows_are_refused(self, made, study, tmp_path):
         run = read_study(study(), tmp_path)[0]
         del made["x_validation"], made["y_validation"]
-        with pytest.raises(ValueError, match="has no validation rows; expected x_validation and y_validation beside"):
+        with pytest.raises(DataError, match="has no validation rows; expected x_validation and y_validation beside"):
             execute(run)
 
     @pytest.mark.parametrize("head", ["linear", "cosine"])

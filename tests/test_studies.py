@@ -594,6 +594,8 @@ class TestTable:
         shifted = interval(scores["c"] - scores["a"] + 0.08, label, order)
         assert kept == pytest.approx(shifted[2][1])
         assert kept < 0.05
+        with pytest.raises(ValueError, match="references holds erm; expected arms of the study"):
+            joint(runs, references=["erm"])
         runs[0].result.unlink()
         with pytest.raises(ValueError, match="1 of 12 runs are not done; a success is judged once"):
             joint(runs, references=["a"])

@@ -20,14 +20,13 @@ A method that needs more than a formula gets it from :func:`mr2_core.training.fi
 """
 
 import copy
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mr2_core.losses import MR2Output
-from mr2_core.statistics import check_integer, check_labels, check_rows
+from mr2_core.statistics import check_integer, check_labels, check_number, check_rows
 
 
 class Baseline(nn.Module):
@@ -842,18 +841,6 @@ def misclassified(model: nn.Module, loader) -> Tensor:
     predictions = torch.cat([model(images)[0].argmax(dim=1) for images in loader.in_order()])
     model.train(was_training)
     return predictions != loader.labels
-
-
-def check_number(name: str, value: float, interval: str) -> float:
-    """Return a number of an interval, written as in ``(0, 1]``; refuse any other."""
-    low, high = map(float, interval[1:-1].split(", "))
-    if not (
-        isinstance(value, Real)
-        and (low <= value if interval[0] == "[" else low < value)
-        and (value <= high if interval[-1] == "]" else value < high)
-    ):
-        raise ValueError(f"{name} is {value!r}; expected a number in {interval}.")
-    return value
 
 
 def class_counts(counts, num_classes: int) -> Tensor:

@@ -67,9 +67,12 @@ class TrainedProbeSettings(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_trials(self.weight_decay)
         if self.augment:
             raise ValueError(f"augment holds {', '.join(self.augment)}; expected nothing: features are no images.")
+
+    def check_weight_decay(self) -> None:
+        """Refuse what is no positive number, or holds another."""
+        _check_trials(self.weight_decay)
 
 
 PROBES = {"probe": ProbeSettings, "probe-sgd": TrainedProbeSettings}

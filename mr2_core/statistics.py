@@ -165,6 +165,18 @@ def check_integer(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value}; expected an integer of at least {least}.")
 
 
+def check_number(name: str, value: float, interval: str) -> float:
+    """Return a number of an interval, written as in ``(0, 1]``; refuse any other."""
+    low, high = map(float, interval[1:-1].split(", "))
+    if not (
+        isinstance(value, Real)
+        and (low <= value if interval[0] == "[" else low < value)
+        and (value <= high if interval[-1] == "]" else value < high)
+    ):
+        raise ValueError(f"{name} is {value!r}; expected a number in {interval}.")
+    return value
+
+
 def check_rows(name: str, rows: Tensor, batch: int | None = None, width: int | None = None) -> None:
     """Refuse features or logits that are no finite floating-point matrix, or not of the shape [batch, width]."""
     expected = f"[{batch or 'B'}, {width or ('K' if name == 'logits' else 'D')}]"

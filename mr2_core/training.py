@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import warnings
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mr2_core.statistics import check_integer
+from mr2_core.statistics import check_integer, check_number
 
 # Mean and standard deviation of CIFAR-100's training pixels by channel, on the scale 0 … 1; tests recompute them.
 CIFAR100_MEAN = (0.5071, 0.4865, 0.4409)
@@ -84,20 +83,18 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
         for name in ("epochs", "batch_size"):
             check_integer(name, getattr(self, name), 1)
-        if not (isinstance(self.learning_rate, Real) and 0 < self.learning_rate < math.inf):
-            raise ValueError(f"learning_rate is {self.learning_rate!r}; expected a positive number.")
-        ranges = {"weight_decay": math.inf, "momentum": 1, "warmup_epochs": math.inf, "clip": math.inf}
-        if type(self) is not Settings:
-            del ranges["weight_decay"]  # several are the trials of a probe, which looks at them itself
-        for name, limit in ranges.items():
-            value = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= value < limit):
-                raise ValueError(f"{name} is {value!r}; expected a number of at least 0, and below {limit}.")
-        if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay is {self.layer_decay}; expected a factor in (0, 1], where 1 is off.")
+        for name in ("momentum", "warmup_epochs", "clip"):
+            check_number(name, getattr(self, name), "[0, 1)" if name == "momentum" else "[0, inf)")
+        check_number("learning_rate", self.learning_rate, "(0, inf)")
+        check_number("layer_decay", self.layer_decay, "(0, 1]")
+        self.check_weight_decay()
         unknown = set(self.augment) - set(AUGMENTATIONS)
         if unknown:
             raise ValueError(f"augment holds {', '.join(sorted(unknown))}; expected any of {', '.join(AUGMENTATIONS)}.")
+
+    def check_weight_decay(self) -> None:
+        """Refuse what is no number; a probe's settings take several."""
+        check_number("weight_decay", self.weight_decay, "[0, inf)")
 
 
 def stream(seed: int, name: str, *position: int, device: str | torch.device = "cpu") -> torch.Generator:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from mr2_core.statistics import check_integer, check_number
@@ -49,7 +51,8 @@ class Settings:
     clip : float
         Largest norm of the whole gradient, with that of the loss's own parameters; 0 leaves it alone.
     precision : {"float32", "bf16", "fp16"}
-        What autocast computes in; parameters and statistics stay float32.
+        What autocast computes in; parameters and statistics stay float32. A processor without instructions for the two
+        narrow types rounds alike and takes as long as for float32 (:func:`mr2_core.training.autocast`).
     augment : tuple of str
         Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width) and
         ``autoaugment``, the policy that Cubuk et al. (2019) found for CIFAR: before each epoch the images are dealt
@@ -285,10 +288,41 @@ class Normalise:
         return (images * self.scale + self.shift).permute(0, 3, 1, 2)
 
 
+class RoundedConvolutions(TorchFunctionMode):
+    """Convolutions of images as hardware for a narrow type has them: of rounded numbers, summed in float32, rounded."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.conv2d:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.dtype).float(), (args, kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs).to(self.dtype)  # gradients pass the same casts, so that they are rounded, too
+
+
+@contextlib.contextmanager
 def autocast(device: torch.device, precision: str):
-    """The autocast context of a precision."""
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return torch.autocast(device.type, kinds[precision]) if precision in kinds else contextlib.nullcontext()
+    """Autocast to a precision of :class:`mr2_core.training.Settings`, fast where the processor lacks it, too.
+
+    There PyTorch's own convolutions in bfloat16 or float16 take many times as long as those in float32. Instead what
+    goes into a float32 convolution and what comes out of it is rounded, forwards and backwards, which is what the
+    instructions do, but for the order of summation.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with contextlib.ExitStack() as stack:
+        if dtype:
+            stack.enter_context(torch.autocast(device.type, dtype))
+            if device.type == "cpu" and not has_narrow_convolutions(precision):
+                stack.enter_context(RoundedConvolutions(dtype))
+        yield
+
+
+def has_narrow_convolutions(precision: str) -> bool:
+    """Whether oneDNN has convolutions in ``bf16`` or ``fp16`` for this processor."""
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
 
 
 def predict(

@@ -1,5 +1,6 @@
 """Loader, schedule, checkpoints and exact resumption."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from mr2_core import training
 from mr2_core.losses import MR2Loss
 from mr2_core.methods import build_method
 from mr2_core.models import build_model
@@ -20,7 +22,9 @@ from mr2_core.training import (
     CIFAR100_STD,
     BatchLoader,
     Interrupted,
+    RoundedConvolutions,
     Settings,
+    autocast,
     channel_moments,
     fit,
     learning_rate,
@@ -188,6 +192,69 @@ def test_settings_out_of_range(change, sentence):
 def test_a_number_of_epochs_is_whole():
     with pytest.raises(TypeError, match=r"epochs is 2.5; expected an integer of at least 1"):
         Settings(epochs=2.5)
+
+
+class TestRoundedConvolutions:
+    """Numbers that a processor with instructions for them would make, for one without."""
+
+    @staticmethod
+    def convolved(context, images, weight, slope):
+        images, weight = images.clone().requires_grad_(), weight.clone().requires_grad_()
+        with context:
+            out = torch.nn.functional.conv2d(images, weight, stride=2, padding=1)
+        out.backward(slope.to(out.dtype))
+        return out, images.grad, weight.grad
+
+    @staticmethod
+    def numbers():
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(shape, generator=generator) for shape in [(4, 6, 9, 9), (8, 6, 3, 3), (4, 8, 5, 5)]]
+
+    @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
+    def test_they_are_exact_but_for_one_rounding_on_either_side(self, dtype, bits):
+        numbers = self.numbers()
+        context = contextlib.ExitStack()
+        context.enter_context(torch.autocast("cpu", dtype))
+        context.enter_context(RoundedConvolutions(dtype))
+        found = self.convolved(context, *numbers)
+        exact = self.convolved(contextlib.nullcontext(), *(number.to(dtype).double() for number in numbers))
+        assert found[0].dtype is dtype
+        for name, got, want in zip(["output", "images", "weight"], found, exact, strict=True):
+            # Half a unit in the last place, and for sums near zero float32's own error.
+            np.testing.assert_allclose(got.detach().double(), want.detach(), rtol=2.0**-bits, atol=1e-5, err_msg=name)
+            assert torch.equal(got.double(), got.to(dtype).double())
+        unrounded = self.convolved(contextlib.nullcontext(), *(number.double() for number in numbers))
+        assert all((a - b).abs().max() > 2.0**-bits for a, b in zip(exact, unrounded, strict=True))
+
+    @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+    @pytest.mark.parametrize("has_them", [True, False])
+    def test_they_are_for_processors_that_lack_them(self, monkeypatch, precision, has_them):
+        monkeypatch.setattr(training, "has_narrow_convolutions", lambda precision: has_them)
+        images, weight, _ = self.numbers()
+        with autocast(torch.device("cpu"), precision):
+            out = torch.nn.functional.conv2d(images, weight.requires_grad_())
+        made_by = "ConvolutionBackward0" if has_them or precision == "float32" else "ToCopyBackward0"
+        assert out.grad_fn.name() == made_by
+        assert out.dtype is {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    @pytest.mark.parametrize("method", ["erm", "lff"])
+    def test_training_is_the_same_with_them(self, monkeypatch, method):
+        settings, records, calls = Settings(epochs=1, batch_size=16, precision="bf16", augment=()), [], []
+
+        def counted(self, func, *args, made=RoundedConvolutions.__torch_function__):
+            calls.append(func is torch.conv2d)
+            return made(self, func, *args)
+
+        monkeypatch.setattr(RoundedConvolutions, "__torch_function__", counted)
+        for has_them in (True, False):
+            monkeypatch.setattr(training, "has_narrow_convolutions", lambda precision, has_them=has_them: has_them)
+            torch.manual_seed(0)
+            model, loss = build_model("compact-grey", 5), build_method(method, 5, 128)
+            records.append(fit(model, loss, loader(augment=()), settings, progress=False)[0])
+            convolutions = sum(isinstance(part, torch.nn.Conv2d) for part in model.modules())
+            networks = {"erm": 1, "lff": 2}[method]
+            assert sum(calls) == (0 if has_them else 4 * networks * convolutions)
+        assert records[0]["loss"] == pytest.approx(records[1]["loss"], rel=0.02)
 
 
 class TestFit:

@@ -51,8 +51,8 @@ class Settings:
     clip : float
         Largest norm of the whole gradient, with that of the loss's own parameters; 0 leaves it alone.
     precision : {"float32", "bf16", "fp16"}
-        What autocast computes in; parameters and statistics stay float32. A processor without instructions for the two
-        narrow types rounds alike and takes as long as for float32 (:func:`mr2_core.training.autocast`).
+        What autocast computes in; parameters and statistics stay float32. On a processor without instructions for the
+        two narrow types numbers are rounded alike, which takes as long as float32.
     augment : tuple of str
         Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width) and
         ``autoaugment``, the policy that Cubuk et al. (2019) found for CIFAR: before each epoch the images are dealt

@@ -29,7 +29,7 @@ from loss_speed import DEVICE, seconds
 from mr2_core.methods import METHODS, build_method
 from mr2_core.models import build_model
 from mr2_core.studies import provenance
-from mr2_core.training import BatchLoader, Settings, autocast, make_optimizer, plain_batches
+from mr2_core.training import BatchLoader, Settings, autocast, make_optimizer, narrow_products, plain_batches
 
 NEEDED = {"jtt": {"first_epochs": 1, "upweight": 5.0}, "supcon-two-stage": {"first_epochs": 1}}
 
@@ -51,11 +51,12 @@ class Step:
     def __call__(self) -> None:
         """Take it."""
         images, labels, *more = next(self.batches)
-        with autocast(DEVICE, self.settings.precision):
-            logits, features = self.model(images)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss(logits, features, labels, *more).total.backward()
-        self.optimizer.step()
+        with narrow_products(DEVICE, self.settings.precision):
+            with autocast(DEVICE, self.settings.precision):
+                logits, features = self.model(images)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.loss(logits, features, labels, *more).total.backward()
+            self.optimizer.step()
 
     def memory(self) -> int:
         """Bytes at the peak, of this method alone."""

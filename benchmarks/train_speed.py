@@ -7,7 +7,7 @@ normalise). The plain loop is the one that torch's tutorials write: a ``DataLoad
 image, and the model as it was built, in float32. The harness computes in bf16, its default, which is part of its lead;
 "harness/plain in bf16", which has no bar, is what is left of it where the plain loop does so too, and so does the same
 work but for how it is organised. (A processor without instructions for bf16 gives the harness no such lead over
-float32, and one over PyTorch's own convolutions in bf16, see :func:`mr2_core.training.autocast`.) Images are
+float32, and one over PyTorch's own products in bf16, see :func:`mr2_core.training.narrow_products`.) Images are
 CIFAR-100's where it is found, else noise. A ratio is the median over the rounds. Ends with one line of JSON, ``name``,
 ``ratios``, ``bars`` and ``ok``, and with exit status 1 if a ratio misses its bar. About six minutes on two cores, two
 on a GPU.

@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from mr2_core.losses import MR2Output
 from mr2_core.statistics import check_integer, check_labels, check_number, check_rows
-from mr2_core.training import autocast
 
 
 class Baseline(nn.Module):
@@ -229,9 +228,8 @@ class LfF(Baseline):
         """Return the sum of both losses as ``total``, and that of the model as ``logit``."""
         if images is None:
             return super().forward(logits, features, labels)
-        # As the model's autocast made it.
-        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(logits.dtype, "float32")
-        with autocast(images.device, precision):
+        narrow = logits.dtype in (torch.bfloat16, torch.float16)  # as the model's autocast made it
+        with torch.autocast(images.device.type, logits.dtype if narrow else None, enabled=narrow):
             biased_logits, _ = self.biased(images)
         own, biased = self.each(wide(logits), labels), self.each(wide(biased_logits), labels)
         loss = (relative_difficulty(own, biased) * own).mean()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
@@ -52,7 +52,7 @@ class Settings:
         Largest norm of the whole gradient, with that of the loss's own parameters; 0 leaves it alone.
     precision : {"float32", "bf16", "fp16"}
         What autocast computes in; parameters and statistics stay float32. On a processor without instructions for the
-        two narrow types numbers are rounded alike, which takes as long as float32.
+        two narrow types numbers are rounded alike; convolutional networks then take as long as in float32.
     augment : tuple of str
         Any of ``crop`` (4 pixels of zero padding), ``flip``, ``cutout`` (a square of a quarter of the width) and
         ``autoaugment``, the policy that Cubuk et al. (2019) found for CIFAR: before each epoch the images are dealt
@@ -288,40 +288,42 @@ class Normalise:
         return (images * self.scale + self.shift).permute(0, 3, 1, 2)
 
 
-class RoundedConvolutions(TorchFunctionMode):
-    """Convolutions of images as hardware for a narrow type has them: of rounded numbers, summed in float32, rounded."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not torch.conv2d:
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.dtype).float(), (args, kwargs or {}))
-        with torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs).to(self.dtype)  # gradients pass the same casts, so that they are rounded, too
-
-
-@contextlib.contextmanager
 def autocast(device: torch.device, precision: str):
-    """Autocast to a precision of :class:`mr2_core.training.Settings`, fast where the processor lacks it, too.
+    """The autocast context of a precision."""
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, kinds[precision]) if precision in kinds else contextlib.nullcontext()
 
-    There PyTorch's own convolutions in bfloat16 or float16 take many times as long as those in float32. Instead what
-    goes into a float32 convolution and what comes out of it is rounded, forwards and backwards, which is what the
-    instructions do, but for the order of summation.
+
+class RoundedProducts(TorchDispatchMode):
+    """Convolutions and matrix products of bfloat16 and float16 as hardware makes them, on hardware that does not.
+
+    What goes into a float32 product and what comes out of it is rounded, which is what instructions for the narrow
+    types do, but for the order of summation. PyTorch's own substitute for them takes many times as long.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with contextlib.ExitStack() as stack:
-        if dtype:
-            stack.enter_context(torch.autocast(device.type, dtype))
-            if device.type == "cpu" and not has_narrow_convolutions(precision):
-                stack.enter_context(RoundedConvolutions(dtype))
-        yield
+
+    aten = torch.ops.aten
+    functions = frozenset(
+        function.default
+        for function in (aten.convolution, aten.convolution_backward, aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.functions or (dtype := args[0].dtype) not in (torch.bfloat16, torch.float16):
+            return func(*args, **kwargs)
+        wide = func(*tree_map_only(Tensor, Tensor.float, args), **kwargs)
+        return tree_map_only(Tensor, lambda out: out.to(dtype), wide)
 
 
-def has_narrow_convolutions(precision: str) -> bool:
-    """Whether oneDNN has convolutions in ``bf16`` or ``fp16`` for this processor."""
+def narrow_products(device: torch.device, precision: str):
+    """The context, for forward and backward pass, of fast products in a precision: empty where oneDNN has them."""
+    if device.type != "cpu" or precision == "float32" or has_narrow_products(precision):
+        return contextlib.nullcontext()
+    return RoundedProducts()
+
+
+def has_narrow_products(precision: str) -> bool:
+    """Whether oneDNN has convolutions and matrix products in ``bf16`` or ``fp16`` for this processor."""
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
 
 
@@ -368,7 +370,7 @@ def predict_batches(model: nn.Module, batches, precision="float32"):
     was_training, outputs = model.training, []
     model.eval()
     for batch in batches:
-        with autocast(batch.device, precision):
+        with autocast(batch.device, precision), narrow_products(batch.device, precision):
             outputs.append([part.float().cpu() for part in model(batch)])
     model.train(was_training)
     return tuple(torch.cat(parts).numpy() for parts in zip(*outputs, strict=True))
@@ -518,7 +520,7 @@ def fit(
         disable=not progress or rank > 0,
         mininterval=1.0,
     )
-    with bar, stop_requested() as stop:
+    with bar, stop_requested() as stop, narrow_products(device, settings.precision):
         while state["epoch"] < settings.epochs:
             begun = time.perf_counter()
             # Sums over all processes; what was saved of them counts once.

@@ -1,7 +1,9 @@
 """Loader, schedule, checkpoints and exact resumption."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -22,13 +24,13 @@ from mr2_core.training import (
     CIFAR100_STD,
     BatchLoader,
     Interrupted,
-    RoundedConvolutions,
+    RoundedProducts,
     Settings,
-    autocast,
     channel_moments,
     fit,
     learning_rate,
     make_optimizer,
+    narrow_products,
     predict,
     process_group,
     stream,
@@ -194,67 +196,89 @@ def test_a_number_of_epochs_is_whole():
         Settings(epochs=2.5)
 
 
-class TestRoundedConvolutions:
-    """Numbers that a processor with instructions for them would make, for one without."""
+class TestNarrowProducts:
+    """What a processor with instructions for narrow types would compute, on one without."""
+
+    OPERATIONS = {
+        "conv2d": (functools.partial(torch.nn.functional.conv2d, stride=2, padding=1), [(4, 6, 9, 9), (8, 6, 3, 3)]),
+        "linear": (torch.nn.functional.linear, [(7, 12), (5, 12)]),
+        "linear with bias": (torch.nn.functional.linear, [(7, 12), (5, 12), (5,)]),
+        "matmul": (torch.matmul, [(3, 5, 12), (3, 12, 4)]),
+    }
 
     @staticmethod
-    def convolved(context, images, weight, slope):
-        images, weight = images.clone().requires_grad_(), weight.clone().requires_grad_()
+    def computed(operation, numbers, context, dtype):
+        """The result and the gradients of all numbers, for a slope that the narrow type holds."""
+        numbers = [number.to(dtype).requires_grad_() for number in numbers]
         with context:
-            out = torch.nn.functional.conv2d(images, weight, stride=2, padding=1)
-        out.backward(slope.to(out.dtype))
-        return out, images.grad, weight.grad
+            out = operation(*numbers)
+            slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().half()
+            out.backward(slope.to(out.dtype))
+        return [part.detach().double() for part in (out, *(number.grad for number in numbers))]
 
-    @staticmethod
-    def numbers():
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randn(shape, generator=generator) for shape in [(4, 6, 9, 9), (8, 6, 3, 3), (4, 8, 5, 5)]]
-
+    @pytest.mark.parametrize("operation", OPERATIONS)
     @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
-    def test_they_are_exact_but_for_one_rounding_on_either_side(self, dtype, bits):
-        numbers = self.numbers()
-        context = contextlib.ExitStack()
-        context.enter_context(torch.autocast("cpu", dtype))
-        context.enter_context(RoundedConvolutions(dtype))
-        found = self.convolved(context, *numbers)
-        exact = self.convolved(contextlib.nullcontext(), *(number.to(dtype).double() for number in numbers))
-        assert found[0].dtype is dtype
-        for name, got, want in zip(["output", "images", "weight"], found, exact, strict=True):
-            # Half a unit in the last place, and for sums near zero float32's own error.
-            np.testing.assert_allclose(got.detach().double(), want.detach(), rtol=2.0**-bits, atol=1e-5, err_msg=name)
-            assert torch.equal(got.double(), got.to(dtype).double())
-        unrounded = self.convolved(contextlib.nullcontext(), *(number.double() for number in numbers))
-        assert all((a - b).abs().max() > 2.0**-bits for a, b in zip(exact, unrounded, strict=True))
+    def test_they_are_exact_but_for_one_rounding_on_either_side(self, operation, dtype, bits):
+        operation, shapes = self.OPERATIONS[operation]
+        generator = torch.Generator().manual_seed(0)
+        numbers = [torch.randn(shape, generator=generator) for shape in shapes]
+        found = self.computed(operation, numbers, RoundedProducts(), dtype)
+        rounded = [number.to(dtype) for number in numbers]
+        exact = self.computed(operation, rounded, contextlib.nullcontext(), torch.float64)
+        for got, want in zip(found, exact, strict=True):
+            # Half a unit in the last place; near zero, float32's own error.
+            np.testing.assert_allclose(got, want, rtol=2.0**-bits, atol=1e-5)
+            assert torch.equal(got, got.to(dtype).double())
+
+    def test_other_types_and_functions_are_left_alone(self):
+        numbers = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
+        with RoundedProducts():
+            assert torch.equal(numbers @ numbers, torch.mm(numbers, numbers))
+            assert (numbers.bfloat16() + 1).dtype is torch.bfloat16
+            assert (numbers.double() @ numbers.double()).dtype is torch.float64
 
     @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
     @pytest.mark.parametrize("has_them", [True, False])
     def test_they_are_for_processors_that_lack_them(self, monkeypatch, precision, has_them):
-        monkeypatch.setattr(training, "has_narrow_convolutions", lambda precision: has_them)
-        images, weight, _ = self.numbers()
-        with autocast(torch.device("cpu"), precision):
-            out = torch.nn.functional.conv2d(images, weight.requires_grad_())
-        made_by = "ConvolutionBackward0" if has_them or precision == "float32" else "ToCopyBackward0"
-        assert out.grad_fn.name() == made_by
-        assert out.dtype is {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        monkeypatch.setattr(training, "has_narrow_products", lambda precision: has_them)
+        ours = precision != "float32" and not has_them
+        assert isinstance(narrow_products(torch.device("cpu"), precision), RoundedProducts) == ours
+        assert not isinstance(narrow_products(torch.device("cuda"), precision), RoundedProducts)
 
-    @pytest.mark.parametrize("method", ["erm", "lff"])
-    def test_training_is_the_same_with_them(self, monkeypatch, method):
-        settings, records, calls = Settings(epochs=1, batch_size=16, precision="bf16", augment=()), [], []
+    @pytest.fixture
+    def seen(self, monkeypatch):
+        """How often each product in bfloat16 was rounded here, on a processor without them."""
+        counts = collections.Counter()
 
-        def counted(self, func, *args, made=RoundedConvolutions.__torch_function__):
-            calls.append(func is torch.conv2d)
-            return made(self, func, *args)
+        def noted(self, func, types, args=(), kwargs=None, made=RoundedProducts.__torch_dispatch__):
+            counts[func] += func in self.functions and args[0].dtype is torch.bfloat16
+            return made(self, func, types, args, kwargs)
 
-        monkeypatch.setattr(RoundedConvolutions, "__torch_function__", counted)
-        for has_them in (True, False):
-            monkeypatch.setattr(training, "has_narrow_convolutions", lambda precision, has_them=has_them: has_them)
-            torch.manual_seed(0)
-            model, loss = build_model("compact-grey", 5), build_method(method, 5, 128)
-            records.append(fit(model, loss, loader(augment=()), settings, progress=False)[0])
-            convolutions = sum(isinstance(part, torch.nn.Conv2d) for part in model.modules())
-            networks = {"erm": 1, "lff": 2}[method]
-            assert sum(calls) == (0 if has_them else 4 * networks * convolutions)
-        assert records[0]["loss"] == pytest.approx(records[1]["loss"], rel=0.02)
+        monkeypatch.setattr(RoundedProducts, "__torch_dispatch__", noted)
+        monkeypatch.setattr(training, "has_narrow_products", lambda precision: False)
+        return counts
+
+    @pytest.mark.parametrize(("method", "networks", "evaluated"), [("erm", 1, 0), ("lff", 2, 0), ("fair-dro", 1, 70)])
+    def test_training_uses_them_throughout(self, monkeypatch, seen, method, networks, evaluated):
+        settings, losses = Settings(epochs=2, batch_size=16, precision="bf16", augment=()), []
+        for lacks_them in (True, False):
+            monkeypatch.setattr(training, "has_narrow_products", lambda precision, lacks=lacks_them: not lacks)
+            model, loss = network()[0], build_method(method, 5, 128)
+            losses.append(fit(model, loss, loader(augment=()), settings, progress=False)[0]["loss"])
+        convolutions = sum(isinstance(part, torch.nn.Conv2d) for part in model.modules())
+        steps = networks * convolutions * settings.epochs * len(loader())
+        assert seen[torch.ops.aten.convolution_backward.default] == steps
+        assert seen[torch.ops.aten.convolution.default] == steps + convolutions * -(-evaluated // 16)
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+    def test_prediction_uses_them(self, monkeypatch, seen):
+        model = network()[0]
+        logits = predict(model, IMAGES, precision="bf16", **GREY)[0]
+        assert seen.total() == 1 + sum(isinstance(part, torch.nn.Conv2d) for part in model.modules())
+        np.testing.assert_allclose(logits, predict(model, IMAGES, **GREY)[0], atol=0.02)
+        monkeypatch.setattr(training, "has_narrow_products", lambda precision: True)
+        predict(model, IMAGES, precision="bf16", **GREY)
+        assert seen.total() == 1 + sum(isinstance(part, torch.nn.Conv2d) for part in model.modules())
 
 
 class TestFit:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import filelock
 import numpy as np
@@ -288,6 +289,34 @@ def test_endpoints(study, tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             read_endpoints(study(text=text.replace(old, new)))
+
+
+def test_the_recorded_compact_baselines_use_what_their_tuning_chose():
+    root = Path(__file__).parents[1]
+    tuning, study = (
+        read_study(root / "studies" / f"cifar100-baselines{part}.toml", root / "data" / "results")
+        for part in ("-tuning", "")
+    )
+    trials = {}
+    for run in tuning:
+        assert run.record, f"{run.arm} has not been run"
+        method = run.configuration["method"]
+        trials.setdefault(method.removesuffix("-two-stage"), []).append(run)
+    assert {method: len(runs) for method, runs in trials.items()} == {
+        "ldam": 4,
+        "group-dro": 4,
+        "fair-dro": 6,
+        "jtt": 4,
+        "lff": 4,
+        "supcon": 4,
+    }
+    for run in study:
+        if run.study == "cifar100-baselines":
+            best = max(trials[run.arm], key=lambda run: np.mean(run.record["validation_by_class"]))
+            for part in ("method", "hyperparameters", "training", "per_class", "model"):
+                assert run.configuration[part] == best.configuration[part], (run.arm, part)
+    assert {run.arm for run in study if run.study == "cifar100-baselines"} == set(trials)
+    assert {run.arm for run in study} == {*trials, "erm", "uniform", "mr2", "mr2-paper"}
 
 
 def test_a_study_can_reuse_arms_of_another(study, tmp_path, capsys, monkeypatch):
